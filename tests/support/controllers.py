@@ -90,6 +90,7 @@ class InProcess:
         remediator: Remediator | None = None,
         **settings: Any,
     ) -> None:
+        settings = {"commit_timeout_s": 30.0, **settings}  # a busy machine's disk takes more than two
         self.settings = ControllerSettings(
             secret_file="unused", policy=policy or CorePolicy.lab_preset(), name="test", database=database, **settings
         )
