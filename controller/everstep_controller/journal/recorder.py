@@ -116,13 +116,15 @@ class Journal:
 
     def _begin_segment_if_due(self, state: FleetState, now: float) -> None:
         segment, follows = self._segment, False
-        path = self._directory / f"{int(now * 1000):015d}-{state.epoch}{SUFFIX}"
         if segment is not None:
             follows, age_s = not segment.failed, now - segment.began_at
-            is_young = age_s < (RETRY_S if segment.failed else SEGMENT_S)
-            is_small = segment.failed or segment.written < self._segment_bytes
-            if (is_young and is_small) or path == segment.path:
+            if age_s < (RETRY_S if segment.failed else SEGMENT_S) and (
+                segment.failed or segment.written < self._segment_bytes
+            ):
                 return
+        path = self._directory / f"{int(now * 1000):015d}-{state.epoch}{SUFFIX}"
+        if segment is not None and path == segment.path:
+            return
         self._end_segment()
         self._segment = _Segment(path, now)
         whole = msgspec.Raw(_without_secrets(state))
