@@ -148,8 +148,8 @@ def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
         trained = [parameter for parameter in group["params"] if parameter.grad is not None]
         is_differentiable = bool(options.get("differentiable"))
         _, foreach = _default_to_fused_or_foreach(trained, is_differentiable, use_fused=False)
-        refuses_version = isinstance(options.get("lr"), torch.Tensor) and not options.get("capturable")
-        options["foreach"] = foreach and not refuses_version
+        is_refused = isinstance(options.get("lr"), torch.Tensor) and not options.get("capturable")
+        options["foreach"] = foreach and not is_refused
     return options
 
 
