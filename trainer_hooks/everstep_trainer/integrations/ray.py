@@ -282,8 +282,8 @@ def _is_dead(group: Any) -> bool:
         ray.get([worker.actor.clear_result_queue.remote() for worker in group.get_workers()], timeout=ANSWER_S)
     except ray.exceptions.RayActorError:
         return True
-    except ray.exceptions.GetTimeoutError:  # a busy actor, or one that Ray has not given up yet
-        return False
+    except ray.exceptions.GetTimeoutError:
+        pass  # a busy actor, or one that Ray has not given up yet
     return False
 
 

@@ -376,13 +376,12 @@ def witnessed(pairs: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
     Args:
         pairs: Sender and receiver of each slice whose digests differ; not the same rank.
     """
-    others: dict[int, set[int]] = defaultdict(set)  # the ranks from which each one differs
     sent_to, received_from = defaultdict[int, set[int]](set), defaultdict[int, set[int]](set)
     for sender, receiver in pairs:
-        others[sender].add(receiver)
-        others[receiver].add(sender)
         sent_to[sender].add(receiver)
         received_from[receiver].add(sender)
+    ranks = sent_to.keys() | received_from.keys()
+    others = {rank: sent_to[rank] | received_from[rank] for rank in ranks}  # those from which each one differs
     named = {}
     for rank in others:
         for ends in (sent_to[rank], received_from[rank]):
