@@ -276,7 +276,11 @@ def interrupted() -> Iterator[None]:
     gc.collect()
 
 
-OF_KILLED_WORKERS = pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning")
+# torch reports a killed worker by an exception from its signal handler, which may interrupt torch itself while it reads
+# from the worker's socket, or while it opens temporary files to count the free descriptors: neither is closed then.
+OF_KILLED_WORKERS = pytest.mark.filterwarnings(
+    "ignore:unclosed <socket:ResourceWarning", "ignore:unclosed file <_io.BufferedRandom:ResourceWarning"
+)
 
 
 def _workers_since(before: set[Any]) -> list[Any]:
