@@ -82,6 +82,11 @@ class Run:
         return [path for path in Path(f"/dev/shm/everstep-{os.getuid()}").glob("run-*") if path.name in runs]
 
 
+def agents_of(launcher: Launched) -> list[int]:
+    """Return the processes of the launcher's private agent, without the vault."""
+    return [pid for pid in launcher.descendants() if b"everstep_agent.main" in command_line(pid)]
+
+
 def connections(directory: Path, name: str) -> int:
     """How many connections the listener at the unix socket ``name`` below ``directory`` has accepted and still has."""
     rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
@@ -219,9 +224,8 @@ def test_killed_launcher_ends_its_services_and_frees_memory(short_path: Path, fl
 
 def test_restarted_private_agent_reuses_its_vault(run: Run) -> None:
     run.pid_at(rank=0, step=5)
-    services = run.launcher.descendants()
-    (agent,) = [pid for pid in services if b"everstep_agent.main" in command_line(pid)]
-    (vault,) = [pid for pid in services if b"everstep_agent.vault.process" in command_line(pid)]
+    (agent,) = agents_of(run.launcher)
+    (vault,) = [pid for pid in run.launcher.descendants() if b"everstep_agent.vault.process" in command_line(pid)]
     os.kill(agent, signal.SIGKILL)
     run.launcher.eventually(lambda: "restarting it" in run.launcher.err, "another agent")
     victim = run.pid_at(rank=1, step=max(step for _, _, step, _ in run.lines()))
@@ -242,9 +246,9 @@ def test_job_resumes_after_launcher_joins_late(short_path: Path) -> None:
     with launched(short_path, *argv) as launcher:
         run = Run(short_path, launcher)
         before = run.pid_at(rank=0, step=20)
-        (agent,) = [pid for pid in launcher.descendants() if b"everstep_agent.main" in command_line(pid)]
+        (agent,) = agents_of(launcher)
         os.kill(agent, signal.SIGKILL)
-        launcher.eventually(lambda: "restarting it" in launcher.err, "another agent")
+        launcher.eventually(lambda: set(agents_of(launcher)) - {agent}, "another agent")
         launcher.process.send_signal(signal.SIGSTOP)
         try:
             launcher.eventually(lambda: connections(run.directory, "agent.sock") >= 2, "both ranks at the next agent")
