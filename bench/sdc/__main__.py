@@ -23,6 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench.sdc.cells import CALIBRATION_STEPS, CLEAN_STEPS, MAIN, OTHERS, SEEDS, TIMED, Measure, choose
 from bench.sdc.example import show
+from bench.sdc.injection import DETECTORS
 from bench.sdc.models import Config
 from bench.sdc.ranks import Ranks
 from bench.sdc.report import Report
@@ -74,12 +75,14 @@ def measure(measures: Measure, store: Store, given: object) -> None:
     """Do what the store does not have yet."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), transient=True) as bar:
-        todo = list(work(measures, store, given))
-        task = bar.add_task("sdc", total=len(todo))
-        for name, do in todo:
-            bar.update(task, description=name)
-            do()
-            bar.advance(task)
+        task = bar.add_task("sdc")
+        for kind in (work, harm_work, side_work):
+            todo = list(kind(measures, store, given))
+            bar.update(task, total=len(todo), completed=0)
+            for name, do in todo:
+                bar.update(task, description=name)
+                do()
+                bar.advance(task)
 
 
 def work(measures: Measure, store: Store, given: object) -> Iterator[Work]:
@@ -88,13 +91,22 @@ def work(measures: Measure, store: Store, given: object) -> Iterator[Work]:
     for config, kind in dict.fromkeys((cell.config, cell.kind) for cell in cells):
         yield f"{config.timed_as.name}/intervals", lambda c=config, kind=kind: measures.intervals(c, kind)
     for config in dict.fromkeys(cell.config for cell in cells):
-        yield f"{config.name}/seeds", lambda config=config: measures.seeds(config, 2 if given.quick else SEEDS)
         own = [cell for cell in cells if cell.config == config]
         for number in range(given.per_cell):  # cell by cell in turn: all grow alike
             for cell in own:
                 if number not in store.records(cell.name):
                     yield cell.name, lambda cell=cell, number=number: measures.injection(cell, number)
-    yield from side_work(measures, store, given)
+
+
+def harm_work(measures: Measure, store: Store, given: object) -> Iterator[Work]:
+    """Yield runs that tell what missed faults do."""
+    cells = [cell for cell in choose(given.cells) if cell.config.name == MAIN and cell.kind == "standard"]
+    if cells:
+        main = cells[0].config
+        yield f"{MAIN}/seeds", lambda: measures.seeds(main, 2 if given.quick else SEEDS)
+    for cell in cells:
+        for number in measures.without_harm(cell) if cell.what not in DETECTORS else ():
+            yield f"{cell.name}: harm", lambda cell=cell, number=number: measures.harm(cell, number)
 
 
 def side_work(measures: Measure, store: Store, given: object) -> Iterator[Work]:

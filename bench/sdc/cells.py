@@ -1,8 +1,9 @@
 """Name what is measured, and measure it: one record per number of a cell.
 
 A cell is ``CONFIG/KIND/WHAT``: ``gpt64-ddp-float32/standard/gemm_forward`` holds injections at a site under a preset,
-``.../peers/SITE`` the same injections before other detectors, ``.../clean/PRESET`` undisturbed steps, and
-``.../overhead-PRESET/LINK`` the time that a link or the preset takes, and ``.../checkpoint/HOP`` damaged checkpoints.
+``.../peers/SITE`` the same injections before other detectors, ``.../harm/SITE`` final losses of missed ones,
+``.../clean/PRESET`` undisturbed steps, ``.../overhead-PRESET/LINK`` the time that a link or the preset takes, and
+``.../checkpoint/HOP`` damaged checkpoints.
 """
 
 from __future__ import annotations
@@ -159,6 +160,21 @@ class Measure:
             return
         self._store.add(cell.name, number, outcome_of(injection, results))
 
+    def harm(self, cell: Cell, number: int) -> None:
+        """Record the final loss of a run that no chain watches, for an injection that the chain has missed."""
+        site = Site(cell.what)
+        injection = draw(f"{cell.config.name}/{site}", site, number, self._ranks.world)
+        results = self._ranks.call(cell.config, "run", injection, {}, 0.0, self.window(cell.config))
+        self._store.add(_harm(cell), number, {"final_loss": _number(results[0].final_loss)})
+
+    def without_harm(self, cell: Cell) -> list[int]:
+        """Return the injections of a cell that the chain has missed and whose harm is not recorded."""
+        known = self._store.records(_harm(cell))
+        missed = (
+            n for n, one in self._store.records(cell.name).items() if one["changed_step"] and not one["caught_by"]
+        )
+        return [number for number in missed if number not in known]
+
     def clean(self, config: Config, preset: str, number: int, steps: int = CLEAN_STEPS) -> None:
         """Record undisturbed steps with a chain."""
         intervals = self.intervals(config, preset)
@@ -186,6 +202,10 @@ class Measure:
         results = self._ranks.call(config, "run", injection, {}, 0.0, self.window(config), signals=True)
         alarms = thresholds.first_alarms([one.signals for one in results], results[0].differing_steps)
         return {**_about(injection, results), "final_loss": _number(results[0].final_loss), "alarms": alarms}
+
+
+def _harm(cell: Cell) -> str:
+    return f"{cell.config.name}/harm/{cell.what}"
 
 
 def _about(injection: Injection, results: list[Result]) -> dict[str, Any]:
@@ -220,7 +240,6 @@ def outcome_of(injection: Injection, results: list[Result]) -> dict[str, Any]:
         "named": first.rank if first else None,
         "honest_convicted": [one.link for one in judgements if _is_against_honest(one, injection, Outcome.CONVICTED)],
         "honest_strikes": [one.link for one in judgements if _is_against_honest(one, injection, *STRIKES)],
-        "final_loss": _number(own.final_loss),
     }
 
 

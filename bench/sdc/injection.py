@@ -41,6 +41,8 @@ class Site(StrEnum):
     LYING_REPLAY = "lying_replay"
 
 
+MEMORY = (Site.UPDATE, Site.PARAMETERS, Site.MOMENTS)
+"""Faults in state that lasts from step to step."""
 DETECTORS = (Site.LYING_DIGEST, Site.LYING_REPLAY)
 """Faults of the chain itself. They change no parameter."""
 
@@ -187,6 +189,18 @@ class Fault:
         copy = tensor.detach().clone() if self.is_armed else tensor
         self.corrupt(copy)
         return copy if self.activations > before else tensor
+
+    def idle_elements(self) -> float:
+        """Return how many elements the fault leaves alone from here on; 0 before its first activation."""
+        if self._injection is None or not self.activations:
+            return 0
+        return math.inf if self._next is None else self._next
+
+    def skip(self, elements: int) -> None:
+        """Count elements that it leaves alone as seen."""
+        self.seen += elements
+        if self._injection is not None and self._next is not None:
+            self._next -= elements
 
     def happens(self) -> bool:
         """Return whether the fault is active in one more event, which counts as one element."""

@@ -16,7 +16,7 @@ mpl.use("Agg")
 from matplotlib import pyplot as plt
 
 from bench.sdc.cells import MAIN, TIMED, Cell
-from bench.sdc.injection import DETECTORS, Site
+from bench.sdc.injection import DETECTORS, MEMORY, Site
 from bench.sdc.peers import PEERS
 from bench.sdc.store import Store
 from bench.table import Row
@@ -31,9 +31,9 @@ COMPUTE = (
     Site.AFTER_COLLECTIVE,
     Site.ACTIVATIONS,
 )
-MEMORY = (Site.UPDATE, Site.PARAMETERS, Site.MOMENTS)
 MANY_PASSES = 6
 """Passes of blocks in a step, roughly: a fault with as many activations a step is active in each pass."""
+WITHIN_STEPS = (50, 100, 200, 400, 800)
 Record = dict[str, Any]
 OURS, THEIRS = "#2a6f97", "#b0b7bf"
 
@@ -97,6 +97,9 @@ class Report:
             share_row(f"{preset}: permanent faults caught", _caught(lasting), len(lasting), *marks(95, 99)),
             share_row(f"{preset}: permanent, active in each pass of a block", *_hits(filter(_is_frequent, lasting))),
         ]
+        for steps in WITHIN_STEPS:
+            soon = sum(bool(one["caught_by"]) and one["latency"] <= steps for one in lasting)
+            rows.append(share_row(f"{preset}: permanent, caught within {steps} steps", soon, len(lasting)))
         named = [r for r in lasting if r["caught_by"]]
         right = sum(r["named"] == r["rank"] for r in named)
         rows.append(share_row(f"{preset}: of the caught, the rank named", right, len(named), *marks(99, 100)))
@@ -157,7 +160,7 @@ class Report:
 
     def _harm_rows(self) -> list[Row]:
         seeds = [one["loss"] for one in self._store.records(f"{MAIN}/seeds/loss").values()]
-        missed = [r for r in self.records(MAIN, "standard", (*COMPUTE, *MEMORY)) if not r["caught_by"]]
+        missed = [r for site in Site for r in self._store.records(f"{MAIN}/harm/{site}").values()]
         without = [r for site in Site for r in self.records(MAIN, "peers", (site,))]
         if len(seeds) < 2:
             return []

@@ -22,7 +22,7 @@ from everstep_trainer.sdc.presets import LinkOptions, link_options
 from everstep_trainer.sdc.state_digests import StateAudit
 from everstep_trainer.sdc.updates import UpdateAudit
 
-from bench.sdc.injection import DETECTORS, Fault, Injection, Site
+from bench.sdc.injection import DETECTORS, MEMORY, Fault, Injection, Site
 from bench.sdc.judging import Judgement, Outcome, Statement, judge_all, node_of
 from bench.sdc.models import Config, batch_of, build
 from bench.sdc.peers import PeerSignals, StepSignals
@@ -30,6 +30,8 @@ from bench.sdc.sites import SITES, FaultySite, local
 from everstep.vocabulary import AuditLink
 from everstep.wire.v1.training import SdcPreset
 
+TRACE_STEPS = 24
+"""Steps in which a link may still find an activation whose step is over: norms of gradients are exchanged within 16."""
 REPLICA_STEPS = 50
 """Steps from one comparison of replicas to the next, as Everstep's default."""
 ONSET = 3
@@ -65,7 +67,7 @@ class Result:
     activations: int = 0
     stratum: str = ""
     final_loss: float | None = None
-    """On fixed data, after a whole window."""
+    """On fixed data, after a whole window without a chain."""
     clean_audits: int = 0
     """Reports of a whole rotation without a mismatch."""
     signals: list[StepSignals] = field(default_factory=list)
@@ -185,6 +187,9 @@ class Training:
     ) -> Result:
         """Return what happens after an injection: until the chain finds it, or to the end of the window.
 
+        A chain's run leaves out steps in which the fault is not active, once an activation can be found no more: such
+        steps are those of an undisturbed run, and the links' intervals count them.
+
         Args:
             injection: The fault; None: none.
             intervals: The chain's; empty: no chain, and no comparison of replicas.
@@ -210,13 +215,18 @@ class Training:
                 stack.enter_context(site.install())
             if peers is not None:
                 stack.enter_context(peers.install())
-            last = steps or ONSET + window
-            for step in range(1, last + 1):
+            last, step, active = steps or ONSET + window, 0, (0, 0)
+            while step < last:
+                step += 1
                 fault.is_armed = step >= ONSET
                 loss = self._step(step, DATA_SEED, chain, site, offset=first - 1, peers=peers)
                 if peers is not None:
                     result.signals.append(peers.read(loss))
-                found, digests = self._gather(len(self._statements))
+                if fault.activations > active[1]:
+                    active = step, fault.activations
+                can_skip = chain is not None and injection is not None and step - active[0] >= TRACE_STEPS
+                idle = min(last - step, fault.idle_elements() // max(1, result.elements) - 1) if can_skip else 0
+                found, digests, idle_steps = self._gather(len(self._statements), int(idle))
                 result.steps = step
                 if site is not None:
                     site.at_rest()
@@ -232,11 +242,22 @@ class Training:
                 over = injection is not None and not injection.is_permanent and step >= ONSET + SETTLED
                 if over and not changed and injection.site not in DETECTORS:
                     break
+                if idle_steps > 0 and result.changed_step and self._is_forgotten(injection, digests):
+                    fault.skip(idle_steps * result.elements)
+                    step += idle_steps
             else:
-                result.final_loss = self._evaluate()
+                result.final_loss = self._evaluate() if chain is None else None
         result.activations, result.stratum = fault.activations, fault.stratum
         result.statements, result.clean_audits = list(self._statements), len(self._clean_steps)
         return result
+
+    def _is_forgotten(self, injection: Injection | None, digests: list[int]) -> bool:
+        """Return whether an activation some steps ago has left nothing that differs between ranks."""
+        if injection is None or injection.site in DETECTORS:
+            return False
+        if self.config.parallel == "ddp":
+            return len(set(digests)) == 1
+        return injection.site not in MEMORY
 
     def tell(self, injection: Injection | None, intervals: Intervals, onset: int, steps: int) -> Story:
         """Return the losses of a run with a fault from step ``onset`` on, and what the chain does about it.
@@ -263,7 +284,7 @@ class Training:
                 loss = torch.tensor(self._step(step, DATA_SEED, chain, site, offset=offset))
                 dist.all_reduce(loss)
                 story.losses[step] = loss.item() / self.world
-                found, story.digests = self._gather(len(self._statements))
+                found, story.digests, _ = self._gather(len(self._statements))
                 if step % KEPT_STEPS == 0 and not found:
                     kept[step] = [one.clone() for one in self._state()]
                 if not found or warm is None:
@@ -419,12 +440,14 @@ class Training:
         self.optimizer.zero_grad()
         return loss.item()
 
-    def _gather(self, statements: int) -> tuple[int, list[int]]:
-        """Return how many statements all ranks have made, and the digest of each rank's parameters."""
-        mine = torch.stack([torch.tensor(statements), self._digest.enqueue()])
-        everybodys = mine.new_empty(self.world * 2)
+    def _gather(self, statements: int, idle_steps: int = 0) -> tuple[int, list[int], int]:
+        """Return how many statements all ranks have made, the digest of each rank's parameters, and how many of the
+        next steps the fault leaves alone."""
+        mine = torch.stack([torch.tensor(statements), self._digest.enqueue(), torch.tensor(idle_steps)])
+        everybodys = mine.new_empty(self.world * len(mine))
         all_gather(everybodys, mine)
-        return int(everybodys[::2].sum()), everybodys[1::2].tolist()
+        numbers, digests, idle = everybodys.view(self.world, -1).unbind(1)
+        return int(numbers.sum()), digests.tolist(), int(idle.max())
 
     @torch.no_grad()
     def _evaluate(self) -> float:

@@ -57,6 +57,23 @@ def test_shape_hits_its_elements(shape: Shape, hit: list[int]) -> None:
     assert shape_mask((6, 16), torch.tensor([70]), shape).nonzero().flatten().tolist() == hit
 
 
+def test_skipped_elements_bring_the_next_activation_nearer() -> None:
+    lasting = fault(replace(PLAIN, probability=1e-3))
+    assert lasting.idle_elements() == 0, "not active yet"
+    lasting.corrupt(torch.ones(1))
+    idle = int(lasting.idle_elements())
+    lasting.skip(idle)
+    assert lasting.idle_elements() == 0
+    lasting.corrupt(torch.ones(1))
+    assert (lasting.activations, lasting.seen) == (2, idle + 2)
+
+
+def test_fault_that_acts_once_is_idle_ever_after() -> None:
+    once = fault(PLAIN)
+    once.corrupt(torch.ones(1))
+    assert once.idle_elements() == math.inf
+
+
 def test_shape_ends_with_its_tensor() -> None:
     assert shape_mask((5,), torch.tensor([4]), Shape.TILE).tolist() == [False] * 4 + [True]
     assert bool(shape_mask((5,), torch.tensor([4]), Shape.STRIPE).all())

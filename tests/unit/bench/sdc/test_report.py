@@ -29,7 +29,6 @@ def record(caught_by: str = "", **more: object) -> dict[str, object]:
         "named": 1 if caught_by else None,
         "honest_convicted": [],
         "honest_strikes": [],
-        "final_loss": None if caught_by else 1.2,
         **more,
     }
 
@@ -43,6 +42,7 @@ def store(tmp_path: Path) -> Store:
     store.add(cell, 2, record())
     store.add(cell, 3, record(changed_step=0))  # changed nothing, so there was nothing to catch
     store.add(cell, 4, {"failed": "RuntimeError: connection reset", "rank": 2, "changed_step": 0})
+    store.add(f"{MAIN}/harm/attention", 2, {"final_loss": 1.2})
     for number, loss in enumerate((1.0, 1.1)):
         store.add(f"{MAIN}/seeds/loss", number, {"loss": loss})
     store.add(f"{MAIN}/clean/standard", 0, {"steps": 2000, "alarms": 1, "rotations": 3, "links": []})
@@ -53,6 +53,7 @@ def store(tmp_path: Path) -> Store:
 def test_rows_sum_up_the_records(store: Store) -> None:
     values = {row.name: row.value for row in Report(store).rows()}
     assert values["standard: permanent faults caught"] == pytest.approx(200 / 3)
+    assert values["standard: permanent, caught within 50 steps"] == pytest.approx(200 / 3)
     assert values["standard: of the caught, the rank named"] == 50
     assert values["standard: honest ranks convicted"] == 1
     assert values["standard: runs ended by an error"] == 1
