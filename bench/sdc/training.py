@@ -15,7 +15,7 @@ from everstep_trainer.data.rng import seed_step
 from everstep_trainer.parallel.exact.summation import all_gather
 from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch
 from everstep_trainer.sdc.build import build_chain
-from everstep_trainer.sdc.chain import AuditChain
+from everstep_trainer.sdc.chain import ROTATIONS, AuditChain
 from everstep_trainer.sdc.digests.digest import WeightedDigest
 from everstep_trainer.sdc.gradients import gradient_norms
 from everstep_trainer.sdc.presets import LinkOptions, link_options
@@ -167,14 +167,14 @@ class Training:
         return {str(audit.link): chain._schedule.interval(audit.link) for audit in chain._audits}
 
     def rotation_steps(self, intervals: Intervals) -> int:
-        """Return the steps until every part of a rank's work was audited, and a version before them counts as audited.
+        """Return the steps after which a version before them counts as audited.
 
         Args:
             intervals: The chain's.
         """
         warm = self._warm_chain(intervals)
         audits = warm.chain._audits if warm is not None else []
-        return max((audit.rounds * intervals[str(audit.link)] for audit in audits), default=0)
+        return ROTATIONS * max((audit.rounds * intervals[str(audit.link)] for audit in audits), default=0)
 
     def run(
         self,

@@ -104,7 +104,7 @@ def _train(rank: int, world: int, training: Training) -> dict[str, Any]:
     )
     audit = PeerReplay(setup)
     options_of = {AuditLink.PEER_REPLAY: LinkOptions(interval=training.interval or 1)}
-    chain = AuditChain([audit] if training.interval else [], options_of, setup, 1, clean.append)
+    chain = AuditChain([audit] if training.interval else [], options_of, setup, 1, clean.append, rotations=1)
     fault = _Fault(inner, training, rank)
     for step in range(1, training.steps + 1):
         chain.begin_step(step)
@@ -146,7 +146,7 @@ def train_by_run(rank: int, world: int, virtual_ranks: int | None) -> dict[str, 
     words = torch.randint(WORDS, (64, TOKENS), generator=torch.Generator().manual_seed(1))
     sampler = run.sampler(len(words), global_batch=8)
     run.track(model=inner, optimizer=optimizer, sdc_links={"peer_replay": {"interval": 1}})
-    for step in run.steps(until=13, seed=1):
+    for step in run.steps(until=25, seed=1):
         for part in run.parts(sampler, step):
             (model(words[part.indices]).square().mean() * part.loss_weight).backward()
         optimizer.step()

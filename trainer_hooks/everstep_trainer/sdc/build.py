@@ -9,6 +9,7 @@ from everstep.vocabulary import AuditLink
 from everstep_trainer.sdc.audit import Audit, AuditSetup
 from everstep_trainer.sdc.chain import AuditChain
 from everstep_trainer.sdc.gradients.collectives import Collectives
+from everstep_trainer.sdc.gradients.gradient_buffers import GradientBuffers
 from everstep_trainer.sdc.gradients.gradient_exchange import GradientTap
 from everstep_trainer.sdc.gradients.gradient_norms import GradientNorms
 from everstep_trainer.sdc.matmul import Matmul
@@ -26,6 +27,8 @@ AUDITS: dict[AuditLink, Callable[[AuditSetup], Audit]] = {
     AuditLink.STATE: StateAudit,
 }
 """The links that check work on the training thread and need nothing else; all are called in the order of AuditLink."""
+GRADIENT_AUDITS = (GradientNorms, GradientBuffers, Collectives)
+"""Those that read gradients on their way to other ranks."""
 
 
 def build_chain(
@@ -33,9 +36,8 @@ def build_chain(
 ) -> AuditChain | None:
     """Return the chain; None if no link of it is on."""
     makers = dict(AUDITS)
-    if setup.world_size > 1 and {AuditLink.GRADIENT_NORM, AuditLink.COLLECTIVE} & options.keys():
+    if setup.world_size > 1 and {audit.link for audit in GRADIENT_AUDITS} & options.keys():
         tap = GradientTap(setup.objects.values(), setup.world_size)
-        makers[AuditLink.GRADIENT_NORM] = partial(GradientNorms, tap=tap)
-        makers[AuditLink.COLLECTIVE] = partial(Collectives, tap=tap)
+        makers |= {audit.link: partial(audit, tap=tap) for audit in GRADIENT_AUDITS}
     audits = [makers[link](setup) for link in AuditLink if link in options and link in makers]
     return AuditChain(audits, options, setup, first_step, on_clean) if audits else None

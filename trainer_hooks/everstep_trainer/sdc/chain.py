@@ -23,6 +23,10 @@ from everstep_trainer.sdc.schedule import AuditSchedule
 
 log = logging.getLogger(__name__)
 
+ROTATIONS = 3
+"""Audits of each part of a rank's work after which the steps before them count as clean. A fault that is seldom active
+is missed by many audits, so more rotations vouch for more. But a conviction undoes all steps that are not clean yet."""
+
 
 class AuditChain:
     """The audits of one rank in one generation.
@@ -32,7 +36,8 @@ class AuditChain:
         options: Their options.
         setup: The generation.
         first_step: The next step.
-        on_clean: Called with a step: every part of this rank's work was checked once in the steps after it.
+        on_clean: Called with a step: every part of this rank's work was checked often enough in the steps after it.
+        rotations: How often is enough.
     """
 
     def __init__(
@@ -42,10 +47,13 @@ class AuditChain:
         setup: AuditSetup,
         first_step: int,
         on_clean: Callable[[int], None],
+        rotations: int = ROTATIONS,
     ) -> None:
         self._audits, self._setup, self._on_clean = list(audits), setup, on_clean
         self._schedule = AuditSchedule({audit.link: options[audit.link] for audit in self._audits}, first_step)
-        self._rotations = {audit.link: _Rotation(audit, first_step - 1) for audit in self._audits if audit.rounds}
+        self._rotations = {
+            audit.link: _Rotation(audit, first_step - 1, rotations) for audit in self._audits if audit.rounds
+        }
         self._clean_since = first_step - 1
         self._due: frozenset[AuditLink] = frozenset()  # in the running step
         self._finished: deque[_FinishedStep] = deque()  # steps whose costs a GPU has not told yet
@@ -147,12 +155,12 @@ class _FinishedStep(NamedTuple):
 
 class _Rotation:
     """The progress of one link through all parts of a rank's work. ``clean_since``: the step after which each part was
-    audited; parts that cannot be audited are left out."""
+    audited ``times`` times; parts that cannot be audited are left out."""
 
-    def __init__(self, audit: Audit, begin: int) -> None:
-        self._audit, self._rounds = audit, audit.rounds
+    def __init__(self, audit: Audit, begin: int, times: int) -> None:
+        self._audit, self._rounds, self._times = audit, audit.rounds, times
         self._audits = 0
-        self._audited: dict[int, int] = {}  # the last step in which each part was
+        self._audited: dict[int, deque[int]] = {}  # the last steps in which each part was
         self.clean_since = begin
 
     @property
@@ -164,10 +172,10 @@ class _Rotation:
         part = self._audit.compared_part(self._audits % self._rounds)
         if part is not None:
             self._audits += 1
-            self._audited[part] = step
-        parts = self.parts
-        if parts and parts <= self._audited.keys():
-            self.clean_since = max(self.clean_since, min(self._audited[part] for part in parts) - 1)
+            self._audited.setdefault(part, deque(maxlen=self._times)).append(step)
+        steps = [self._audited.get(part, deque[int]()) for part in self.parts]
+        if steps and all(len(one) == self._times for one in steps):
+            self.clean_since = max(self.clean_since, min(one[0] for one in steps) - 1)
 
     def spoil(self) -> None:
         self._audited.clear()

@@ -134,7 +134,7 @@ def test_chain_calls_each_point_once_per_step() -> None:
 def test_clean_rotations_are_reported_by_their_start() -> None:
     clean: list[int] = []
     audit = _CountingAudit(rounds=3)
-    chain = AuditChain([audit], {AuditLink.STATE: LinkOptions(interval=2)}, SETUP, 1, clean.append)
+    chain = AuditChain([audit], {AuditLink.STATE: LinkOptions(interval=2)}, SETUP, 1, clean.append, rotations=1)
     _run(chain, range(1, 8))  # due in 1, 3, 5 and 7
     assert clean == [2]
     chain.record_mismatch()
@@ -144,11 +144,21 @@ def test_clean_rotations_are_reported_by_their_start() -> None:
     assert clean == [2, 8]
 
 
+def test_steps_are_clean_after_several_rotations() -> None:
+    clean: list[int] = []
+    audit = _CountingAudit(rounds=2)
+    chain = AuditChain([audit], {AuditLink.STATE: LinkOptions(interval=2)}, SETUP, 1, clean.append, rotations=2)
+    _run(chain, range(1, 7))  # due in 1, 3 and 5: the second part was audited once
+    assert clean == []
+    _run(chain, range(7, 10))
+    assert clean == [2], "each part was audited twice in 3, 5, 7 and 9"
+
+
 def test_audit_that_compared_nothing_is_not_clean() -> None:
     clean: list[int] = []
     audit = _CountingAudit(rounds=2)
     audit.skips = {2, 3, 5}
-    chain = AuditChain([audit], {AuditLink.STATE: LinkOptions(interval=1)}, SETUP, 1, clean.append)
+    chain = AuditChain([audit], {AuditLink.STATE: LinkOptions(interval=1)}, SETUP, 1, clean.append, rotations=1)
     _run(chain, range(1, 7))  # compared in 1, 4 and 6
     assert clean == [3]
 
@@ -156,7 +166,7 @@ def test_audit_that_compared_nothing_is_not_clean() -> None:
 def test_part_that_cannot_be_audited_is_not_waited_for() -> None:
     clean: list[int] = []
     audit = _CountingAudit(rounds=2)
-    chain = AuditChain([audit], {AuditLink.STATE: LinkOptions(interval=1)}, SETUP, 1, clean.append)
+    chain = AuditChain([audit], {AuditLink.STATE: LinkOptions(interval=1)}, SETUP, 1, clean.append, rotations=1)
     audit.out = {1}
     _run(chain, range(1, 4))
     assert clean == [2], "the first part was compared in steps 1 and 3"

@@ -66,7 +66,7 @@ class Training:
         self.clean: list[int] = []
         if audited:
             self.audit = UpdateAudit(setup)
-            self.chain = AuditChain([self.audit], OPTIONS, setup, 1, self.clean.append)
+            self.chain = AuditChain([self.audit], OPTIONS, setup, 1, self.clean.append, rotations=1)
         self.step = 0
 
     def run(self, steps: int) -> None:

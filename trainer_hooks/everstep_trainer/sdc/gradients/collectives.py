@@ -2,8 +2,8 @@
 
 Four checks, each for another place where bytes or sums may go wrong:
 
-* Rest: the digests of gradients when they arrived at their parameters add up to the digest of the buffer that was
-  sent, taken after the exchange. A difference is the rank's own, and accuses no receiver.
+* Sending: the buffer that was sent has the same digest before and after the exchange. A difference is the rank's own,
+  and accuses no receiver. `gradient_buffers` checks what happened to it before.
 * Transport: the digest of each slice at the sender equals its digest at the receiver. A rank that differs from two
   others is convicted by them. A difference between two ranks alone accuses both.
 * Sum: a weighted sum over a rank's slice equals the total of the weighted sums of what it received, up to rounding.
@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from everstep.vocabulary import AuditLink, AuditRole
 from everstep_trainer.parallel.exact.summation import all_gather
@@ -48,31 +47,6 @@ MAX_BUCKETS = 64
 """Most buckets of one step that are checked."""
 
 
-@dataclass
-class _Outgoing:
-    """Gradients that are exchanged together, until they have been sent.
-
-    Attributes:
-        slices: Row ``r`` goes to rank ``r``.
-        sizes: Elements of each gradient.
-        arrived: Digests of the gradients when they arrived, at their places in the slices; empty if one is not known.
-        before: The digest of the slices: the sum of ``arrived``, or as it was before the exchange.
-    """
-
-    slices: torch.Tensor
-    sizes: list[int]
-    arrived: list[torch.Tensor]
-    before: torch.Tensor
-
-    def describe_change(self) -> str:
-        """Return in words how many gradients have changed since they arrived."""
-        place, changed, flat = 0, 0, self.slices.view(-1)
-        for size, arrived in zip(self.sizes, self.arrived, strict=True):
-            changed += bool(tensor_digest(flat[place : place + size], offset=place) != arrived)
-            place += size
-        return f"{changed} of {len(self.sizes)} gradients changed after they had arrived"
-
-
 @dataclass(frozen=True)
 class _Exchanged:
     """Digests of gradients that were exchanged together.
@@ -81,13 +55,11 @@ class _Exchanged:
         before: Of all, before the exchange.
         sent: Of the slice for each rank, after the exchange.
         received: Of the slice that came from each rank.
-        change: What happened before they were sent, in words.
     """
 
     before: torch.Tensor
     sent: torch.Tensor
     received: torch.Tensor
-    change: str
 
 
 class Collectives(Audit, GradientReader):
@@ -101,14 +73,11 @@ class Collectives(Audit, GradientReader):
         self._is_on = setup.has_replica_per_rank and setup.world_size > 1 and bool(tap.replicas)
         if not self._is_on and setup.rank == 0:
             log.info("sums of gradients are not checked: this needs DistributedDataParallel")
-        self._outgoing: _Outgoing | None = None
+        self._outgoing: tuple[torch.Tensor, torch.Tensor] | None = None  # the slices, and their digest before
         self._exchanged: list[_Exchanged] = []
         self._sums: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # got, expected, tolerance
         self._parts = torch.zeros(2, dtype=torch.float64)
         self._is_reading = False
-        self._places: dict[int, int] = {}  # of parameters in their buckets, by id, as in the last audit
-        self._arrived: dict[int, tuple[int, torch.Tensor]] = {}  # the place and the digest of gradients, by id
-        self._hooks: list[RemovableHandle] = []
 
     @property
     def rounds(self) -> int:
@@ -119,75 +88,27 @@ class Collectives(Audit, GradientReader):
             self._outgoing = None
             self._exchanged.clear()
             self._sums.clear()
-            self._arrived.clear()
             self._is_reading = True
             self._tap.open(self)
-            if self._tap.sees_sums:
-                for parameter in (one for module in self._tap.replicas for one in module.parameters()):
-                    if id(parameter) in self._places:
-                        self._watch(parameter, self._places[id(parameter)])
-
-    def _watch(self, parameter: torch.Tensor, place: int) -> None:
-        """Digest the parameter's gradient when it arrives, or when it was added to those of earlier micro-batches."""
-
-        def arrives(gradient: torch.Tensor) -> None:
-            with self.cost():
-                if parameter.grad is None and gradient.dtype == parameter.dtype:
-                    self._arrived[id(parameter)] = place, tensor_digest(gradient, offset=place)
-                else:
-                    self._arrived.pop(id(parameter), None)
-
-        def is_added(parameter: torch.Tensor) -> None:
-            if id(parameter) not in self._arrived and parameter.grad is not None:
-                with self.cost():
-                    self._arrived[id(parameter)] = place, tensor_digest(parameter.grad, offset=place)
-
-        # The program's own hooks may change a gradient once it was added, so it counts as arrived after them.
-        if not parameter._post_accumulate_grad_hooks:
-            self._hooks.append(parameter.register_hook(arrives))  # type: ignore[no-untyped-call]
-        self._hooks.append(parameter.register_post_accumulate_grad_hook(is_added))  # type: ignore[no-untyped-call]
 
     def on_local(
         self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], slices: torch.Tensor
     ) -> None:
-        if not self._tap.sees_sums or len(self._sums) == MAX_BUCKETS:
-            return
-        with self.cost():
-            arrived = self._arrivals(parameters, gradients)
-            before = torch.stack(arrived).sum() if arrived else row_digests(slices).sum()
-            self._outgoing = _Outgoing(slices, [one.numel() for one in gradients], arrived, before)
-
-    def _arrivals(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the digests of gradients when they arrived; none unless all are known. Learn where each one lies."""
-        place, arrived = 0, []
-        for parameter, gradient in zip(parameters, gradients, strict=True):
-            known = self._arrived.pop(id(parameter), None)
-            is_there = gradient.is_contiguous() and gradient.storage_offset() - gradients[0].storage_offset() == place
-            if is_there:
-                self._places[id(parameter)] = place
-            else:
-                self._places.pop(id(parameter), None)
-            if known is not None and is_there and known[0] == place:
-                arrived.append(known[1])
-            place += gradient.numel()
-        return arrived if len(arrived) == len(parameters) else []
+        if self._tap.sees_sums and len(self._sums) < MAX_BUCKETS:
+            with self.cost():
+                self._outgoing = slices, tensor_digest(slices.view(-1))
 
     def on_received(self, slices: torch.Tensor) -> None:
         if len(self._sums) == MAX_BUCKETS:
             return
         with self.cost():
-            if (outgoing := self._outgoing) is not None:
+            if self._outgoing is not None:
+                sent, before = self._outgoing
                 self._outgoing = None
-                self._exchanged.append(self._digest_exchange(outgoing, slices))
+                place = self.setup.rank * slices.shape[1]
+                received = torch.stack([tensor_digest(row, offset=place) for row in slices])
+                self._exchanged.append(_Exchanged(before, row_digests(sent), received))
             self._parts = weighted_sums(slices)
-
-    def _digest_exchange(self, outgoing: _Outgoing, received: torch.Tensor) -> _Exchanged:
-        sent, place = row_digests(outgoing.slices), self.setup.rank * received.shape[1]
-        change = "they changed before they were sent"
-        if outgoing.arrived and received.device.type == "cpu" and bool(sent.sum() != outgoing.before):
-            change = outgoing.describe_change()
-        digests = torch.stack([tensor_digest(row, offset=place) for row in received])
-        return _Exchanged(outgoing.before, sent, digests, change)
 
     def on_sum(self, total: torch.Tensor) -> None:
         if len(self._sums) == MAX_BUCKETS:
@@ -210,9 +131,6 @@ class Collectives(Audit, GradientReader):
 
     def close(self) -> None:
         self._tap.close(self)
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
 
     def _check_sums(self, step: int) -> None:
         for bucket, (got, expected, tolerance) in enumerate(self._sums):
@@ -248,17 +166,17 @@ class Collectives(Audit, GradientReader):
         self._check_results(step, everyones[:, 0])
 
     def _report_changed(self, step: int, changed: Sequence[bool]) -> None:
-        """Report a buffer that differs from the gradients that had arrived."""
+        """Report a buffer that changed while it was sent."""
         number = next((number for number, is_changed in enumerate(changed) if is_changed), None)
         if number is None:
             return
         exchanged = self._exchanged[number]
         self.report_own(
             step,
-            "gradients before the exchange",
+            f"gradients sent in bucket {number}",
             original=to_hex(exchanged.sent.sum()),
             digest=to_hex(exchanged.before),
-            difference=f"{exchanged.change} (bucket {number})",
+            difference="the buffer changed while it was sent",
         )
 
     def _check_transport(self, step: int, sent: torch.Tensor, received: torch.Tensor, changed: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ import torch
 from everstep_trainer.sdc.audit import AuditSetup, Mismatch
 from everstep_trainer.sdc.digests.digest import tensor_digest
 from everstep_trainer.sdc.gradients.collectives import Collectives, row_digests, witnessed
+from everstep_trainer.sdc.gradients.gradient_buffers import MAX_EMPTY_AUDITS, GradientBuffers, _Arrived
 from everstep_trainer.sdc.gradients.gradient_exchange import GradientTap
 
 from bench.sdc.judging import Outcome, Statement, judge_all
@@ -19,7 +20,7 @@ from tests.support.audited_training import FAULTY_RANK, FAULTY_STEP, train_with_
 from tests.support.kept_ranks import KeptRanks
 
 WORLD = 4
-LINKS = {"gradient_norm": {"interval": 1}, "collective": {"interval": 1}}
+LINKS = {"gradient_norm": {"interval": 1}, "gradient_buffer": {"interval": 1}, "collective": {"interval": 1}}
 
 
 def train(ranks: KeptRanks, layout: str, fault: str, links: Any = LINKS) -> list[dict[str, Any]]:
@@ -61,9 +62,15 @@ def test_hook_of_the_program_may_change_a_gradient(kept_ranks):
 
 @pytest.mark.parametrize("fault", ["rest", "sending"])
 def test_gradient_changed_after_arrival_is_stated_by_its_rank(kept_ranks, fault):
-    ((rank, said),) = statements(train(kept_ranks, "ddp", fault))
+    ((rank, said),) = statements(train(kept_ranks, "ddp", fault, {"gradient_buffer": {"interval": 1}}))
     assert (rank, said.owner, said.step) == (FAULTY_RANK, FAULTY_RANK, FAULTY_STEP)
     assert said.difference == "1 of 6 gradients changed after they had arrived (bucket 0)"
+
+
+def test_buffer_changed_while_sent_accuses_no_receiver(kept_ranks):
+    ((rank, said),) = statements(train(kept_ranks, "ddp", "sending", {"collective": {"interval": 1}}))
+    assert (rank, said.owner, said.step) == (FAULTY_RANK, FAULTY_RANK, FAULTY_STEP)
+    assert said.difference == "the buffer changed while it was sent"
 
 
 def test_divergent_result_is_named_by_two_witnesses(kept_ranks):
@@ -179,19 +186,31 @@ def test_faulty_sender_and_receiver_accuse_no_honest_partner():
 
 
 def test_buffer_changed_while_sent_differs_from_arrivals():
-    audit = Collectives(setup_of(print), _OrderedTap([], 3))
+    said: list[Mismatch] = []
+    audit = GradientBuffers(setup_of(said.append), _OrderedTap([], 3))
     parameter, gradient = torch.nn.Parameter(torch.zeros(9)), torch.randn(9)
-    for flips in (False, False, True):  # where the gradient lies is learnt in the first exchange
+    for step, flips in enumerate((False, False, True)):  # where the gradient lies is learnt in the first step
+        audit.begin_step(step, due=True)
         if audit._places:
-            audit._arrived[id(parameter)] = 0, tensor_digest(gradient)
+            audit._arrived[id(parameter)] = _Arrived(0, tensor_digest(gradient))
         sent = gradient.clone()
         audit.on_local([parameter], [sent], sent.view(3, 3))
         if flips:
             sent.view(torch.int32)[4] ^= 1
         audit.on_received(torch.randn(3, 3))
-    changes = [bool(one.sent.sum() != one.before) for one in audit._exchanged]
-    assert changes == [False, False, True]
-    assert audit._exchanged[2].change == "1 of 1 gradients changed after they had arrived"
+        audit.before_update(step, due=True)
+    (one,) = said
+    assert (one.step, one.difference) == (2, "1 of 1 gradients changed after they had arrived (bucket 0)")
+
+
+def test_model_whose_gradients_never_arrive_is_left_out():
+    audit = GradientBuffers(setup_of(print), _OrderedTap([], 3))
+    for step in range(MAX_EMPTY_AUDITS):
+        assert not audit.left_out
+        audit.begin_step(step, due=True)
+        audit.before_update(step, due=True)
+        assert audit.compared_part(0) is None
+    assert list(audit.left_out) == [0]
 
 
 def test_tap_opened_twice_is_closed_at_once():

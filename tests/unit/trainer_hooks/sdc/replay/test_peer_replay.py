@@ -37,7 +37,7 @@ def test_clean_training_is_audited_without_a_trace(kept_ranks: KeptRanks, traini
 @pytest.mark.parametrize("virtual_ranks", [None, 4])
 def test_run_audits_replicas_and_virtual_ranks(kept_ranks: KeptRanks, virtual_ranks: int | None) -> None:
     ranks = kept_ranks.call(2, train_by_run, virtual_ranks)
-    # One audit of each of the six units makes the steps before them clean.
+    # Three audits of each of the six units make the steps before them clean.
     assert ranks == [{"mismatches": 0, "clean": [*range(1, 8)]}] * 2
 
 
