@@ -105,8 +105,8 @@ def harm_work(measures: Measure, store: Store, given: object) -> Iterator[Work]:
         main = cells[0].config
         yield f"{MAIN}/seeds", lambda: measures.seeds(main, 2 if given.quick else SEEDS)
     for cell in cells:
-        for number in measures.without_harm(cell) if cell.what not in DETECTORS else ():
-            yield f"{cell.name}: harm", lambda cell=cell, number=number: measures.harm(cell, number)
+        for number in measures.misses_without_loss(cell) if cell.what not in DETECTORS else ():
+            yield f"{cell.name}: harm", lambda cell=cell, number=number: measures.loss_after_miss(cell, number)
 
 
 def side_work(measures: Measure, store: Store, given: object) -> Iterator[Work]:

@@ -160,15 +160,15 @@ class Measure:
             return
         self._store.add(cell.name, number, outcome_of(injection, results))
 
-    def harm(self, cell: Cell, number: int) -> None:
+    def loss_after_miss(self, cell: Cell, number: int) -> None:
         """Record the final loss of a run that no chain watches, for an injection that the chain has missed."""
         site = Site(cell.what)
         injection = draw(f"{cell.config.name}/{site}", site, number, self._ranks.world)
         results = self._ranks.call(cell.config, "run", injection, {}, 0.0, self.window(cell.config))
         self._store.add(_harm(cell), number, {"final_loss": _number(results[0].final_loss)})
 
-    def without_harm(self, cell: Cell) -> list[int]:
-        """Return the injections of a cell that the chain has missed and whose harm is not recorded."""
+    def misses_without_loss(self, cell: Cell) -> list[int]:
+        """Return the injections of a cell that the chain has missed and whose final loss is not recorded."""
         known = self._store.records(_harm(cell))
         missed = (
             n for n, one in self._store.records(cell.name).items() if one["changed_step"] and not one["caught_by"]

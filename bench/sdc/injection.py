@@ -190,14 +190,14 @@ class Fault:
         self.corrupt(copy)
         return copy if self.activations > before else tensor
 
-    def idle_elements(self) -> float:
-        """Return how many elements the fault leaves alone from here on; 0 before its first activation."""
+    def elements_until_active(self) -> float:
+        """Return how many elements pass until the fault is active again; 0 before its first activation."""
         if self._injection is None or not self.activations:
             return 0
         return math.inf if self._next is None else self._next
 
-    def skip(self, elements: int) -> None:
-        """Count elements that it leaves alone as seen."""
+    def skip_ahead(self, elements: int) -> None:
+        """Count ``elements`` as passed, none of which the fault would have corrupted."""
         self.seen += elements
         if self._injection is not None and self._next is not None:
             self._next -= elements

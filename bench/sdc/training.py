@@ -15,7 +15,7 @@ from everstep_trainer.data.rng import seed_step
 from everstep_trainer.parallel.exact.summation import all_gather
 from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch
 from everstep_trainer.sdc.build import build_chain
-from everstep_trainer.sdc.chain import ROTATIONS, AuditChain
+from everstep_trainer.sdc.chain import ROTATIONS_UNTIL_CLEAN, AuditChain
 from everstep_trainer.sdc.digests.digest import WeightedDigest
 from everstep_trainer.sdc.gradients import gradient_norms
 from everstep_trainer.sdc.presets import LinkOptions, link_options
@@ -30,7 +30,7 @@ from bench.sdc.sites import SITES, FaultySite, local
 from everstep.vocabulary import AuditLink
 from everstep.wire.v1.training import SdcPreset
 
-TRACE_STEPS = 24
+DETECTABLE_STEPS = 24
 """Steps in which a link may still find an activation whose step is over: norms of gradients are exchanged within 16."""
 REPLICA_STEPS = 50
 """Steps from one comparison of replicas to the next, as Everstep's default."""
@@ -174,7 +174,7 @@ class Training:
         """
         warm = self._warm_chain(intervals)
         audits = warm.chain._audits if warm is not None else []
-        return ROTATIONS * max((audit.rounds * intervals[str(audit.link)] for audit in audits), default=0)
+        return ROTATIONS_UNTIL_CLEAN * max((audit.rounds * intervals[str(audit.link)] for audit in audits), default=0)
 
     def run(
         self,
@@ -224,8 +224,8 @@ class Training:
                     result.signals.append(peers.read(loss))
                 if fault.activations > active[1]:
                     active = step, fault.activations
-                can_skip = chain is not None and injection is not None and step - active[0] >= TRACE_STEPS
-                idle = min(last - step, fault.idle_elements() // max(1, result.elements) - 1) if can_skip else 0
+                can_skip = chain is not None and injection is not None and step - active[0] >= DETECTABLE_STEPS
+                idle = min(last - step, fault.elements_until_active() // max(1, result.elements) - 1) if can_skip else 0
                 found, digests, idle_steps = self._gather(len(self._statements), int(idle))
                 result.steps = step
                 if site is not None:
@@ -243,7 +243,7 @@ class Training:
                 if over and not changed and injection.site not in DETECTORS:
                     break
                 if idle_steps > 0 and result.changed_step and self._is_forgotten(injection, digests):
-                    fault.skip(idle_steps * result.elements)
+                    fault.skip_ahead(idle_steps * result.elements)
                     step += idle_steps
             else:
                 result.final_loss = self._evaluate() if chain is None else None
@@ -496,8 +496,9 @@ _PLAIN = (int, float, str, list, set, dict, tuple, type(None))
 
 def _parts_of(audit: Audit) -> list[Any]:
     """Return the objects in which an audit keeps its progress besides itself."""
+    package = Audit.__module__.rpartition(".")[0]
     kept = (one for value in vars(audit).values() if isinstance(value, list) for one in value)
-    return [one for one in kept if type(one).__module__.startswith(Audit.__module__.rpartition(".")[0])]
+    return [one for one in kept if type(one).__module__.startswith(package) and hasattr(one, "__dict__")]
 
 
 def _rotate(audit: Audit, place: float) -> None:

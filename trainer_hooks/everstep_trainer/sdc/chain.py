@@ -23,7 +23,7 @@ from everstep_trainer.sdc.schedule import AuditSchedule
 
 log = logging.getLogger(__name__)
 
-ROTATIONS = 3
+ROTATIONS_UNTIL_CLEAN = 3
 """Audits of each part of a rank's work after which the steps before them count as clean. A fault that is seldom active
 is missed by many audits, so more rotations vouch for more. But a conviction undoes all steps that are not clean yet."""
 
@@ -47,7 +47,7 @@ class AuditChain:
         setup: AuditSetup,
         first_step: int,
         on_clean: Callable[[int], None],
-        rotations: int = ROTATIONS,
+        rotations: int = ROTATIONS_UNTIL_CLEAN,
     ) -> None:
         self._audits, self._setup, self._on_clean = list(audits), setup, on_clean
         self._schedule = AuditSchedule({audit.link: options[audit.link] for audit in self._audits}, first_step)

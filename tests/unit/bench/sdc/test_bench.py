@@ -20,7 +20,9 @@ CONFIG = Config("mlp")
 @pytest.mark.slow
 def test_bench_records_injections(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    store.add(f"{CONFIG.name}/intervals/standard", 0, {"gradient_norm": 2, "collective": 2, "matmul": 2})
+    store.add(
+        f"{CONFIG.name}/intervals/standard", 0, {"gradient_norm": 2, "gradient_buffer": 2, "collective": 2, "matmul": 2}
+    )
     cell = Cell(CONFIG, "standard", "gemm_forward")
     with Ranks(world=3, warm_steps=3) as ranks:
         measure = Measure(ranks, store, window=17)

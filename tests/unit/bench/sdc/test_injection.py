@@ -59,11 +59,11 @@ def test_shape_hits_its_elements(shape: Shape, hit: list[int]) -> None:
 
 def test_skipped_elements_bring_the_next_activation_nearer() -> None:
     lasting = fault(replace(PLAIN, probability=1e-3))
-    assert lasting.idle_elements() == 0, "not active yet"
+    assert lasting.elements_until_active() == 0, "not active yet"
     lasting.corrupt(torch.ones(1))
-    idle = int(lasting.idle_elements())
-    lasting.skip(idle)
-    assert lasting.idle_elements() == 0
+    idle = int(lasting.elements_until_active())
+    lasting.skip_ahead(idle)
+    assert lasting.elements_until_active() == 0
     lasting.corrupt(torch.ones(1))
     assert (lasting.activations, lasting.seen) == (2, idle + 2)
 
@@ -71,7 +71,7 @@ def test_skipped_elements_bring_the_next_activation_nearer() -> None:
 def test_fault_that_acts_once_is_idle_ever_after() -> None:
     once = fault(PLAIN)
     once.corrupt(torch.ones(1))
-    assert once.idle_elements() == math.inf
+    assert once.elements_until_active() == math.inf
 
 
 def test_shape_ends_with_its_tensor() -> None:
