@@ -23,7 +23,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench.sdc.cells import CALIBRATION_STEPS, CLEAN_STEPS, MAIN, OTHERS, SEEDS, TIMED, Measure, choose
 from bench.sdc.example import show
-from bench.sdc.injection import DETECTORS
 from bench.sdc.models import Config
 from bench.sdc.ranks import Ranks
 from bench.sdc.report import Report
@@ -105,7 +104,7 @@ def harm_work(measures: Measure, store: Store, given: object) -> Iterator[Work]:
         main = cells[0].config
         yield f"{MAIN}/seeds", lambda: measures.seeds(main, 2 if given.quick else SEEDS)
     for cell in cells:
-        for number in measures.misses_without_loss(cell) if cell.what not in DETECTORS else ():
+        for number in measures.misses_without_loss(cell):
             yield f"{cell.name}: harm", lambda cell=cell, number=number: measures.loss_after_miss(cell, number)
 
 

@@ -128,7 +128,9 @@ class Measure:
         if self._window is not None:
             return self._window
         if config not in self._windows:
-            self._windows[config] = self._ranks.call(config, "rotation_steps", self.intervals(config, "standard"))[0]
+            self._windows[config] = self._ranks.call(config, "steps_until_audited", self.intervals(config, "standard"))[
+                0
+            ]
         return self._windows[config]
 
     def seeds(self, config: Config, count: int = SEEDS) -> None:
@@ -145,8 +147,7 @@ class Measure:
             self._checkpoints = self._checkpoints or Checkpoints(cell.config.model)
             self._store.add(cell.name, number, self._checkpoints.record(Hop(cell.what), number))
             return
-        site = Site(cell.what)
-        injection = draw(f"{cell.config.name}/{site}", site, number, self._ranks.world)  # the same under all presets
+        injection = self._drawn(cell, number)
         if cell.kind == "peers":
             self._store.add(cell.name, number, self._before_peers(cell.config, injection))
             return
@@ -160,10 +161,14 @@ class Measure:
             return
         self._store.add(cell.name, number, outcome_of(injection, results))
 
+    def _drawn(self, cell: Cell, number: int) -> Injection:
+        """Return an injection of a cell: the same under all presets, and without a chain."""
+        site = Site(cell.what)
+        return draw(f"{cell.config.name}/{site}", site, number, self._ranks.world)
+
     def loss_after_miss(self, cell: Cell, number: int) -> None:
         """Record the final loss of a run that no chain watches, for an injection that the chain has missed."""
-        site = Site(cell.what)
-        injection = draw(f"{cell.config.name}/{site}", site, number, self._ranks.world)
+        injection = self._drawn(cell, number)
         results = self._ranks.call(cell.config, "run", injection, {}, 0.0, self.window(cell.config))
         self._store.add(_harm(cell), number, {"final_loss": _number(results[0].final_loss)})
 

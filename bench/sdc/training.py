@@ -69,7 +69,7 @@ class Result:
     final_loss: float | None = None
     """On fixed data, after a whole window without a chain."""
     clean_audits: int = 0
-    """Reports of a whole rotation without a mismatch."""
+    """How often steps were reported as clean."""
     signals: list[StepSignals] = field(default_factory=list)
 
 
@@ -166,7 +166,7 @@ class Training:
         chain.close()
         return {str(audit.link): chain._schedule.interval(audit.link) for audit in chain._audits}
 
-    def rotation_steps(self, intervals: Intervals) -> int:
+    def steps_until_audited(self, intervals: Intervals) -> int:
         """Return the steps after which a version before them counts as audited.
 
         Args:
