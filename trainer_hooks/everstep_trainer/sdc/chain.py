@@ -7,7 +7,7 @@ points of each step, keeps their cost within the preset's share, and reports wha
 from __future__ import annotations
 
 import logging
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter
 from typing import NamedTuple
@@ -160,7 +160,8 @@ class _Rotation:
     def __init__(self, audit: Audit, begin: int, times: int) -> None:
         self._audit, self._rounds, self._times = audit, audit.rounds, times
         self._audits = 0
-        self._audited: dict[int, deque[int]] = {}  # the last steps in which each part was
+        # The last steps in which each part was audited.
+        self._audited: defaultdict[int, deque[int]] = defaultdict(lambda: deque(maxlen=times))
         self.clean_since = begin
 
     @property
@@ -172,8 +173,8 @@ class _Rotation:
         part = self._audit.compared_part(self._audits % self._rounds)
         if part is not None:
             self._audits += 1
-            self._audited.setdefault(part, deque(maxlen=self._times)).append(step)
-        steps = [self._audited.get(part, deque[int]()) for part in self.parts]
+            self._audited[part].append(step)
+        steps = [self._audited[part] for part in self.parts]
         if steps and all(len(one) == self._times for one in steps):
             self.clean_since = max(self.clean_since, min(one[0] for one in steps) - 1)
 

@@ -27,7 +27,7 @@ from everstep.vocabulary import AuditLink, AuditRole
 from everstep_trainer.parallel.exact.summation import all_gather
 from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch
 from everstep_trainer.sdc.digests.digest import combined_digest, float_hex, tensor_digest, to_hex
-from everstep_trainer.sdc.gradients.gradient_exchange import GradientReader, GradientTap
+from everstep_trainer.sdc.gradients.gradient_exchange import MAX_BUCKETS, GradientReader, GradientTap
 from everstep_trainer.sdc.witnesses import choose_arbiter
 
 log = logging.getLogger(__name__)
@@ -43,8 +43,6 @@ ROUNDING_SIGMAS = 8.0
 of its result in the mean, and no partial sum is larger than the addends and the total together."""
 AS_SENT, NOT_AS_SENT = "0" * 16, "f" * 16
 """What a rank and those at the other ends of its slices state in place of digests: each pair has other slices."""
-MAX_BUCKETS = 64
-"""Most buckets of one step that are checked."""
 
 
 @dataclass(frozen=True)

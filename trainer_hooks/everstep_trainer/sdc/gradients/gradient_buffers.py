@@ -19,12 +19,10 @@ from torch.utils.hooks import RemovableHandle
 from everstep.vocabulary import AuditLink
 from everstep_trainer.sdc.audit import Audit, AuditSetup
 from everstep_trainer.sdc.digests.digest import tensor_digest, to_hex
-from everstep_trainer.sdc.gradients.gradient_exchange import GradientReader, GradientTap
+from everstep_trainer.sdc.gradients.gradient_exchange import MAX_BUCKETS, GradientReader, GradientTap
 
 log = logging.getLogger(__name__)
 
-MAX_BUCKETS = 64
-"""Most buckets of one step that are checked."""
 MAX_EMPTY_AUDITS = 8
 """Audits in a row without a comparison after which versions count as audited without the link. A bucket is compared
 only if all of its gradients were seen to arrive: not where a parameter is left out in each step, for instance."""
@@ -39,8 +37,9 @@ class _Arrived(NamedTuple):
 
 
 class _Outgoing(NamedTuple):
-    """Gradients that are sent together."""
+    """Gradients that are sent together, in the bucket of this number."""
 
+    bucket: int
     flat: torch.Tensor
     sizes: list[int]
     """Elements of each gradient."""
@@ -51,6 +50,7 @@ class _Outgoing(NamedTuple):
 class _Sent(NamedTuple):
     """Digests of gradients that were sent together, and how many of them differ, in words."""
 
+    bucket: int
     arrived: torch.Tensor
     sent: torch.Tensor
     difference: str
@@ -71,6 +71,7 @@ class GradientBuffers(Audit, GradientReader):
         self._arrived: dict[int, _Arrived] = {}  # by the parameter's id
         self._hooks: list[RemovableHandle] = []
         self._outgoing: _Outgoing | None = None
+        self._buckets = 0  # of this step, so far
         self._sent: list[_Sent] = []
         self._is_reading = False
         self._empty_audits = 0  # in a row
@@ -92,7 +93,7 @@ class GradientBuffers(Audit, GradientReader):
             return
         self._sent.clear()
         self._arrived.clear()
-        self._outgoing, self._is_reading = None, True
+        self._outgoing, self._buckets, self._is_reading = None, 0, True
         self._tap.open(self)
         for parameter in (one for module in self._tap.replicas for one in module.parameters()):
             if id(parameter) in self._places:
@@ -125,7 +126,9 @@ class GradientBuffers(Audit, GradientReader):
             arrived = self._arrivals(parameters, gradients)
             self._outgoing = None
             if arrived and len(self._sent) < MAX_BUCKETS:
-                self._outgoing = _Outgoing(slices.view(-1), [one.numel() for one in gradients], arrived)
+                sizes = [one.numel() for one in gradients]
+                self._outgoing = _Outgoing(self._buckets, slices.view(-1), sizes, arrived)
+            self._buckets += 1
 
     def _arrivals(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the digests of gradients when they arrived; none unless all are known. Learn where each one lies."""
@@ -152,7 +155,7 @@ class GradientBuffers(Audit, GradientReader):
             difference = "they changed before they were sent"
             if outgoing.flat.device.type == "cpu" and bool(arrived != sent):
                 difference = _describe(outgoing)
-            self._sent.append(_Sent(arrived, sent, difference))
+            self._sent.append(_Sent(outgoing.bucket, arrived, sent, difference))
 
     def before_update(self, step: int, *, due: bool) -> None:
         if not self._is_reading:
@@ -166,14 +169,13 @@ class GradientBuffers(Audit, GradientReader):
         differ = torch.stack([one.arrived != one.sent for one in self._sent]).tolist()
         if True not in differ:
             return
-        bucket = differ.index(True)
-        found = self._sent[bucket]
+        found = self._sent[differ.index(True)]
         self.report_own(
             step,
             "gradients before the exchange",
             original=to_hex(found.sent),
             digest=to_hex(found.arrived),
-            difference=f"{found.difference} (bucket {bucket})",
+            difference=f"{found.difference} (bucket {found.bucket})",
         )
 
     def close(self) -> None:

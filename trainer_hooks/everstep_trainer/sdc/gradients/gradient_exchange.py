@@ -21,6 +21,9 @@ from everstep_trainer.state.tracked_objects import as_list
 
 log = logging.getLogger(__name__)
 
+MAX_BUCKETS = 64
+"""Most buckets of one step that a reader checks."""
+
 
 class GradientReader:
     """Receives gradients while an audit is due; the base class ignores them."""

@@ -203,6 +203,20 @@ def test_buffer_changed_while_sent_differs_from_arrivals():
     assert (one.step, one.difference) == (2, "1 of 1 gradients changed after they had arrived (bucket 0)")
 
 
+def test_change_is_stated_with_the_number_of_its_bucket():
+    said: list[Mismatch] = []
+    audit = GradientBuffers(setup_of(said.append), _OrderedTap([], 3))
+    gradient = torch.randn(9)
+    audit.begin_step(1, due=True)
+    for parameter in (torch.nn.Parameter(torch.zeros(9)) for _ in range(2)):
+        if audit._places:  # the first one's gradient was not seen to arrive
+            audit._arrived[id(parameter)] = _Arrived(0, tensor_digest(gradient))
+        audit.on_local([parameter], [gradient + 1], (gradient + 1).view(3, 3))
+        audit.on_received(torch.randn(3, 3))
+    audit.before_update(1, due=True)
+    assert said[0].difference.endswith("(bucket 1)")
+
+
 def test_model_whose_gradients_never_arrive_is_left_out():
     audit = GradientBuffers(setup_of(print), _OrderedTap([], 3))
     for step in range(MAX_EMPTY_AUDITS):
