@@ -21,7 +21,7 @@ from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from bench.sdc.cells import CALIBRATION_STEPS, CLEAN_STEPS, MAIN, OTHERS, SEEDS, TIMED, Measure, choose
+from bench.sdc.cells import CALIBRATION_STEPS, CLEAN_STEPS, MAIN, OTHERS, SEEDS, Measure, choose
 from bench.sdc.example import show
 from bench.sdc.models import Config
 from bench.sdc.ranks import Ranks
@@ -88,7 +88,7 @@ def work(measures: Measure, store: Store, given: object) -> Iterator[Work]:
     """Yield what is missing in the store, configuration by configuration."""
     cells = choose(given.cells)
     for config, kind in dict.fromkeys((cell.config, cell.kind) for cell in cells):
-        yield f"{config.timed_as.name}/intervals", lambda c=config, kind=kind: measures.intervals(c, kind)
+        yield f"{config.name}/intervals", lambda c=config, kind=kind: measures.intervals(c, kind)
     for config in dict.fromkeys(cell.config for cell in cells):
         own = [cell for cell in cells if cell.config == config]
         for number in range(given.per_cell):  # cell by cell in turn: all grow alike
@@ -119,7 +119,7 @@ def side_work(measures: Measure, store: Store, given: object) -> Iterator[Work]:
     if given.overhead:
         for preset in PRESETS:
             for link in ("all", *(measures.intervals(config, preset) if preset == "standard" else ())):
-                cell = f"{TIMED}/overhead-{preset}/{link}"
+                cell = f"{MAIN}/overhead-{preset}/{link}"
                 number = len(store.records(cell))
                 yield cell, lambda p=preset, link=link, n=number: measures.overhead(config, p, link, n, given.overhead)
 

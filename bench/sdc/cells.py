@@ -1,6 +1,6 @@
 """Name what is measured, and measure it: one record per number of a cell.
 
-A cell is ``CONFIG/KIND/WHAT``: ``gpt64-ddp-float32/standard/gemm_forward`` holds injections at a site under a preset,
+A cell is ``CONFIG/KIND/WHAT``: ``gpt-ddp-float32/standard/gemm_forward`` holds injections at a site under a preset,
 ``.../peers/SITE`` the same injections before other detectors, ``.../harm/SITE`` final losses of missed ones,
 ``.../clean/PRESET`` undisturbed steps, ``.../overhead-PRESET/LINK`` the time that a link or the preset takes, and
 ``.../checkpoint/HOP`` damaged checkpoints.
@@ -25,12 +25,11 @@ from bench.sdc.ranks import RankFailed, Ranks
 from bench.sdc.store import Store
 from bench.sdc.training import DATA_SEED, ONSET, Result
 
-MAIN = "gpt64-ddp-float32"
-TIMED = Config.parse(MAIN).timed_as.name
+MAIN = "gpt-ddp-float32"
 OTHERS = (
-    "gpt64-ddp-bfloat16",
-    "gpt64-ddp-float32-recompute",
-    "gpt64-fsdp2-float32",
+    "gpt-ddp-bfloat16",
+    "gpt-ddp-float32-recompute",
+    "gpt-fsdp2-float32",
     "mlp-ddp-float32",
     "convnet-ddp-float32",
 )
@@ -77,7 +76,7 @@ def default_cells() -> Iterator[Cell]:
             yield Cell(Config.parse(name), "standard", site)
     for hop in Hop:
         yield Cell(main, "checkpoint", hop)
-    recomputed = Config.parse("gpt64-ddp-float32-recompute")
+    recomputed = Config.parse("gpt-ddp-float32-recompute")
     for site in (Site.ACTIVATIONS, Site.GEMM_FORWARD):
         yield Cell(recomputed, "peers", site)
 
@@ -116,7 +115,6 @@ class Measure:
         """Return the intervals of a preset, as the chain once chose them on this machine."""
         if preset not in PRESETS or preset == "off":
             return {}
-        config = config.timed_as
         cell = f"{config.name}/intervals/{preset}"
         known = self._store.records(cell)
         if 0 not in known:
@@ -191,7 +189,6 @@ class Measure:
 
     def overhead(self, config: Config, preset: str, link: str, number: int, blocks: int) -> None:
         """Record the time of a step with and without a link, or with all of them (``all``)."""
-        config = config.timed_as
         chosen = self.intervals(config, preset)
         if link != "all":
             chosen = {link: chosen[link]}

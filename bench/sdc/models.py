@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from everstep_trainer.parallel.gradients import replicate
@@ -15,14 +15,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-HEADS, BLOCKS, LENGTH, VOCABULARY = 4, 4, 64, 64
-WIDTHS = {"gpt": 128, "gpt64": 64, "gpt256": 256}
-SEQUENCES = {"gpt64": 8, "gpt256": 4}
-"""Sequences of a rank's batch; 1 otherwise. The small model has more: then a fault of a given probability per element
-acts about as often in a step as in a larger model with fewer."""
-TIMED_AS = {"gpt": "gpt256", "gpt64": "gpt256"}
-"""Models whose audits are as far apart as those of another one. A small model's step is so short that the fixed cost of
-an audit, some milliseconds of Python, would keep audits much further apart than on a model that is worth watching."""
+WIDTH, HEADS, BLOCKS, LENGTH, VOCABULARY = 256, 4, 2, 64, 64
+SEQUENCES = 16
+"""Sequences of a rank's batch. What audits of products and gradients cost, as a share of a step, falls with the tokens
+of a batch, and ranks train on thousands of them elsewhere."""
+RESIDUAL_BLOCKS = 4
 FEATURES, CLASSES, IMAGE = 128, 10, 16
 
 
@@ -41,11 +38,6 @@ class Config:
         parts = [self.model, self.parallel, self.dtype, *(["recompute"] if self.checkpointing else [])]
         return "-".join(parts)
 
-    @property
-    def timed_as(self) -> Config:
-        """The configuration whose intervals and overhead count."""
-        return replace(self, model=TIMED_AS.get(self.model, self.model))
-
     @staticmethod
     def parse(name: str) -> Config:
         """Return the configuration of this name. Raises ValueError if there is none."""
@@ -63,8 +55,9 @@ class Config:
 class Block(nn.Module):
     """A transformer block."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
+        width = WIDTH
         self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -123,9 +116,9 @@ class Stack(nn.Module):
 class Embedding(nn.Module):
     """Tokens and their positions."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(LENGTH, width)
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """``[batch, length]`` to ``[batch, length, width]``."""
@@ -144,13 +137,13 @@ class Pooled(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def _gpt(recompute: bool, width: int) -> Stack:
-    head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, VOCABULARY))
-    return Stack(Embedding(width), [Block(width) for _ in range(BLOCKS)], head, recompute)
+def _gpt(recompute: bool) -> Stack:
+    head = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY))
+    return Stack(Embedding(), [Block() for _ in range(BLOCKS)], head, recompute)
 
 
 def _mlp(recompute: bool) -> Stack:
-    blocks: list[nn.Module] = [Residual() for _ in range(BLOCKS)]
+    blocks: list[nn.Module] = [Residual() for _ in range(RESIDUAL_BLOCKS)]
     return Stack(nn.Linear(FEATURES, FEATURES), blocks, nn.Linear(FEATURES, CLASSES), recompute)
 
 
@@ -159,11 +152,7 @@ def _convnet(recompute: bool) -> Stack:
     return Stack(Convolution(3, 16, 1), blocks, Pooled(64), recompute)
 
 
-MODELS: dict[str, Callable[[bool], Stack]] = {
-    **{name: partial(_gpt, width=width) for name, width in WIDTHS.items()},
-    "mlp": _mlp,
-    "convnet": _convnet,
-}
+MODELS: dict[str, Callable[[bool], Stack]] = {"gpt": _gpt, "mlp": _mlp, "convnet": _convnet}
 
 Batch = tuple[torch.Tensor, torch.Tensor]
 
@@ -172,8 +161,8 @@ Batch = tuple[torch.Tensor, torch.Tensor]
 def batch_of(model: str, seed: int, step: int, rank: int) -> Batch:
     """Return the inputs and targets of one rank and step; the same on each call."""
     draw = torch.Generator().manual_seed((seed * 1_000_003 + step) * 1009 + rank)
-    if model in WIDTHS:
-        return _sentences(draw, SEQUENCES.get(model, 1))
+    if model == "gpt":
+        return _sentences(draw, SEQUENCES)
     labels = torch.randint(CLASSES, (16,), generator=draw)
     shape = (FEATURES,) if model == "mlp" else (3, IMAGE, IMAGE)
     patterns = torch.randn((CLASSES, *shape), generator=torch.Generator().manual_seed(7))
@@ -184,7 +173,7 @@ def _sentences(draw: torch.Generator, count: int) -> Batch:
     """Return characters, of which each mostly follows from the one before it."""
     tokens = torch.randint(VOCABULARY, (count, LENGTH + 1), generator=draw)
     is_regular = torch.rand((count, LENGTH + 1), generator=draw) < 0.8
-    for at in range(count, LENGTH + 1):
+    for at in range(1, LENGTH + 1):
         tokens[:, at] = torch.where(is_regular[:, at], (5 * tokens[:, at - 1] + 1) % VOCABULARY, tokens[:, at])
     return tokens[:, :-1], tokens[:, 1:]
 

@@ -15,7 +15,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
-from bench.sdc.cells import MAIN, TIMED, Cell
+from bench.sdc.cells import MAIN, Cell
 from bench.sdc.injection import DETECTORS, MEMORY, Site
 from bench.sdc.peers import PEERS
 from bench.sdc.store import Store
@@ -224,7 +224,7 @@ class Report:
         for preset in ("light", "standard", "paranoid"):
             sites = [cell.what for cell in self.cells if cell.kind == preset and cell.config.name == MAIN]
             records = [r for r in self.records(MAIN, preset, sites) if r["probability"]]
-            cost = self.overhead(TIMED, preset, "all")
+            cost = self.overhead(MAIN, preset, "all")
             if records and cost is not None:
                 self._point(axes, max(cost, 0.0), *_hits(records), preset, OURS)
         config_peers = [cell.what for cell in self.cells if cell.kind == "peers" and cell.config.name == MAIN]

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
-from statistics import median
+from statistics import fmean, median
 
 from everstep.vocabulary import AuditLink
 from everstep_trainer.sdc.cost_meter import StepCost
@@ -28,9 +28,17 @@ AGREEMENT_STEPS = 256
 WARMUP_STEPS = 3
 """First steps of a generation that are not measured: they allocate memory and compile."""
 REMEMBERED = 64
-"""Last values of which the median is taken."""
+"""Last values that count."""
+TRIMMED = 10
+"""One in so many audits is left out at either end when their costs are averaged."""
 UNKNOWN = -math.inf
 """Stands for what was not measured, in numbers of which the largest one is taken."""
+
+
+def _trimmed_mean(values: Collection[float]) -> float:
+    """Return the mean without the extremes. A median would know only one of the costs of cheap and dear parts."""
+    out = max(1, len(values) // TRIMMED) if len(values) > 2 else 0
+    return fmean(sorted(values)[out : len(values) - out])
 
 
 class _LinkCost:
@@ -56,7 +64,7 @@ class _LinkCost:
     def measures(self) -> list[float]:
         """Return the work of an audit and of a step without one, and the negated wait in each of the last audits."""
         return [
-            median(self._due_s) if self._due_s else UNKNOWN,
+            _trimmed_mean(self._due_s) if self._due_s else UNKNOWN,
             median(self._idle_s) if self._idle_s else 0.0,
             *self._waits,
         ]

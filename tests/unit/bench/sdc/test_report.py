@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bench.sdc.cells import MAIN, TIMED
+from bench.sdc.cells import MAIN
 from bench.sdc.report import Report, wilson
 from bench.sdc.store import Store
 
@@ -46,7 +46,7 @@ def store(tmp_path: Path) -> Store:
     for number, loss in enumerate((1.0, 1.1)):
         store.add(f"{MAIN}/seeds/loss", number, {"loss": loss})
     store.add(f"{MAIN}/clean/standard", 0, {"steps": 2000, "alarms": 1, "rotations": 3, "links": []})
-    store.add(f"{TIMED}/overhead-standard/all", 0, {"off_s": [1.0, 1.0, 2.0], "on_s": [1.01, 1.02, 2.06]})
+    store.add(f"{MAIN}/overhead-standard/all", 0, {"off_s": [1.0, 1.0, 2.0], "on_s": [1.01, 1.02, 2.06]})
     return store
 
 
@@ -59,7 +59,7 @@ def test_rows_sum_up_the_records(store: Store) -> None:
     assert values["standard: runs ended by an error"] == 1
     assert values["standard, missed: harm after the window"] == 100
     assert values[f"{MAIN}/clean/standard: false alarms"] == 500
-    assert values[f"{TIMED}/overhead-standard/all"] == pytest.approx(2)
+    assert values[f"{MAIN}/overhead-standard/all"] == pytest.approx(2)
 
 
 def test_picture_is_drawn(store: Store, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from bench.sdc.store import Store
 
-CELL = "gpt64-ddp-float32/standard/attention"
+CELL = "gpt-ddp-float32/standard/attention"
 
 
 def test_records_are_found_again(tmp_path: Path) -> None:

@@ -79,6 +79,14 @@ def test_wait_of_each_audit_is_that_of_its_last_rank() -> None:
     assert [schedule.adopt(largest, 30) for schedule in ranks] == [[2], [2]]
 
 
+def test_cheap_and_dear_parts_cost_their_mean() -> None:
+    schedule = AuditSchedule({AuditLink.STATE: LinkOptions(share=0.01)}, first_step=1)
+    for step in range(1, 40):
+        cost = StepCost(0.20 if step % 3 else 0.02, 0.0)
+        schedule.record_step(step, 1.0 + cost.work_s, {AuditLink.STATE: cost}, [AuditLink.STATE])
+    assert schedule.adopt(schedule.measures(), 40) == [15], "0.14 s in the mean, of which 0.01 s a step are allowed"
+
+
 def test_warm_up_steps_are_not_measured() -> None:
     assert measured([StepCost(1.0, 0.0)], steps=1 + WARMUP_STEPS) == [FIRST_INTERVAL]
 

@@ -1,7 +1,8 @@
 """Check that a rank sends the gradients that its backward pass has computed.
 
-The digests of gradients when they arrive at their parameters add up to the digest of the buffer that was sent, taken
-after the exchange. A difference is the rank's own: nothing but memory and the rank's own copies lies between both.
+The digests of gradients when they arrive at their parameters equal those of the same gradients in the buffer that was
+sent, taken after the exchange. A difference is the rank's own: nothing but memory and its own copies lies between both.
+The smallest parameters, such as biases, are left out: each one costs nearly as much as a large one.
 
 Where a gradient lies in its buffer is learnt from the audit before. Under ``fully_shard`` the buffer is not visible, so
 the link is off there.
@@ -28,11 +29,17 @@ MAX_EMPTY_AUDITS = 8
 only if all of its gradients were seen to arrive: not where a parameter is left out in each step, for instance."""
 
 
+LEFT_OUT_SHARE = 0.01
+"""Largest part of a model's elements that may be in the parameters left out."""
+
+
 class _Arrived(NamedTuple):
     """A gradient when it arrived, or when it was added to those of earlier micro-batches."""
 
     place: int
     """Of its first element in its bucket."""
+    size: int
+    """Its elements."""
     digest: torch.Tensor
 
 
@@ -41,10 +48,7 @@ class _Outgoing(NamedTuple):
 
     bucket: int
     flat: torch.Tensor
-    sizes: list[int]
-    """Elements of each gradient."""
-    arrived: list[torch.Tensor]
-    """Their digests when they arrived."""
+    arrived: list[_Arrived]
 
 
 class _Sent(NamedTuple):
@@ -67,6 +71,8 @@ class GradientBuffers(Audit, GradientReader):
         self._is_on = tap.sees_sums and setup.world_size > 1
         if not self._is_on and setup.rank == 0:
             log.info("gradients are not compared with what is sent: this needs run.replicate")
+        replicated = [one for module in tap.replicas for one in module.parameters() if one.requires_grad]
+        self._watched = {id(one): one for one in _largest(replicated)} if self._is_on else {}
         self._places: dict[int, int] = {}  # of parameters in their buckets, by id, as in the last audit
         self._arrived: dict[int, _Arrived] = {}  # by the parameter's id
         self._hooks: list[RemovableHandle] = []
@@ -95,24 +101,25 @@ class GradientBuffers(Audit, GradientReader):
         self._arrived.clear()
         self._outgoing, self._buckets, self._is_reading = None, 0, True
         self._tap.open(self)
-        for parameter in (one for module in self._tap.replicas for one in module.parameters()):
-            if id(parameter) in self._places:
-                self._watch(parameter, self._places[id(parameter)])
+        for known, place in self._places.items():
+            self._watch(self._watched[known], place)
 
     def _watch(self, parameter: torch.Tensor, place: int) -> None:
         """Digest the parameter's gradient when it arrives, or when it was added to those of earlier micro-batches."""
+        size = parameter.numel()
 
         def arrives(gradient: torch.Tensor) -> None:
             with self.cost():
                 if parameter.grad is None and gradient.dtype == parameter.dtype:
-                    self._arrived[id(parameter)] = _Arrived(place, tensor_digest(gradient, offset=place))
+                    self._arrived[id(parameter)] = _Arrived(place, size, tensor_digest(gradient, offset=place))
                 else:
                     self._arrived.pop(id(parameter), None)
 
         def is_added(parameter: torch.Tensor) -> None:
             if id(parameter) not in self._arrived and parameter.grad is not None:
                 with self.cost():
-                    self._arrived[id(parameter)] = _Arrived(place, tensor_digest(parameter.grad, offset=place))
+                    digest = tensor_digest(parameter.grad, offset=place)
+                    self._arrived[id(parameter)] = _Arrived(place, size, digest)
 
         # The program's own hooks may change a gradient once it was added, so it counts as arrived after them.
         if not parameter._post_accumulate_grad_hooks:
@@ -126,24 +133,25 @@ class GradientBuffers(Audit, GradientReader):
             arrived = self._arrivals(parameters, gradients)
             self._outgoing = None
             if arrived and len(self._sent) < MAX_BUCKETS:
-                sizes = [one.numel() for one in gradients]
-                self._outgoing = _Outgoing(self._buckets, slices.view(-1), sizes, arrived)
+                self._outgoing = _Outgoing(self._buckets, slices.view(-1), arrived)
             self._buckets += 1
 
-    def _arrivals(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the digests of gradients when they arrived; none unless all are known. Learn where each one lies."""
-        place, arrived = 0, []
+    def _arrivals(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> list[_Arrived]:
+        """Return the watched gradients as they arrived; none unless all are known. Learn where each one lies."""
+        place, watched, arrived = 0, 0, []
         for parameter, gradient in zip(parameters, gradients, strict=True):
-            known = self._arrived.pop(id(parameter), None)
-            is_there = gradient.is_contiguous() and gradient.storage_offset() - gradients[0].storage_offset() == place
-            if is_there:
-                self._places[id(parameter)] = place
-            else:
-                self._places.pop(id(parameter), None)
-            if known is not None and is_there and known.place == place:
-                arrived.append(known.digest)
+            if id(parameter) in self._watched:
+                watched += 1
+                known = self._arrived.pop(id(parameter), None)
+                offset = gradient.storage_offset() - gradients[0].storage_offset()
+                if gradient.is_contiguous() and offset == place:
+                    self._places[id(parameter)] = place
+                    if known is not None and known.place == place:
+                        arrived.append(known)
+                else:
+                    self._places.pop(id(parameter), None)
             place += gradient.numel()
-        return arrived if len(arrived) == len(parameters) else []
+        return arrived if len(arrived) == watched else []
 
     def on_received(self, slices: torch.Tensor) -> None:
         """Take the digest of what was sent. ``slices``: what was received instead."""
@@ -151,7 +159,8 @@ class GradientBuffers(Audit, GradientReader):
             return
         with self.cost():
             outgoing, self._outgoing = self._outgoing, None
-            arrived, sent = torch.stack(outgoing.arrived).sum(), tensor_digest(outgoing.flat)
+            arrived = torch.stack([one.digest for one in outgoing.arrived]).sum()
+            sent = torch.stack([_digest_now(one, outgoing.flat) for one in outgoing.arrived]).sum()
             difference = "they changed before they were sent"
             if outgoing.flat.device.type == "cpu" and bool(arrived != sent):
                 difference = _describe(outgoing)
@@ -186,10 +195,21 @@ class GradientBuffers(Audit, GradientReader):
         self._hooks.clear()
 
 
+def _largest(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the parameters without the smallest ones, which together have few of the elements."""
+    may_leave_out = LEFT_OUT_SHARE * sum(one.numel() for one in parameters)
+    by_size = sorted(parameters, key=torch.numel)
+    while by_size and by_size[0].numel() <= may_leave_out:
+        may_leave_out -= by_size.pop(0).numel()
+    return by_size
+
+
+def _digest_now(gradient: _Arrived, flat: torch.Tensor) -> torch.Tensor:
+    """Return the digest of a gradient that has arrived, as it is in its bucket now."""
+    return tensor_digest(flat[gradient.place : gradient.place + gradient.size], offset=gradient.place)
+
+
 def _describe(outgoing: _Outgoing) -> str:
     """Return in words how many gradients have changed since they arrived."""
-    place, changed = 0, 0
-    for size, arrived in zip(outgoing.sizes, outgoing.arrived, strict=True):
-        changed += bool(tensor_digest(outgoing.flat[place : place + size], offset=place) != arrived)
-        place += size
-    return f"{changed} of {len(outgoing.sizes)} gradients changed after they had arrived"
+    changed = sum(bool(_digest_now(one, outgoing.flat) != one.digest) for one in outgoing.arrived)
+    return f"{changed} of {len(outgoing.arrived)} gradients changed after they had arrived"

@@ -64,7 +64,7 @@ def test_hook_of_the_program_may_change_a_gradient(kept_ranks):
 def test_gradient_changed_after_arrival_is_stated_by_its_rank(kept_ranks, fault):
     ((rank, said),) = statements(train(kept_ranks, "ddp", fault, {"gradient_buffer": {"interval": 1}}))
     assert (rank, said.owner, said.step) == (FAULTY_RANK, FAULTY_RANK, FAULTY_STEP)
-    assert said.difference == "1 of 6 gradients changed after they had arrived (bucket 0)"
+    assert said.difference == "1 of 5 gradients changed after they had arrived (bucket 0)"
 
 
 def test_buffer_changed_while_sent_accuses_no_receiver(kept_ranks):
@@ -187,12 +187,12 @@ def test_faulty_sender_and_receiver_accuse_no_honest_partner():
 
 def test_buffer_changed_while_sent_differs_from_arrivals():
     said: list[Mismatch] = []
-    audit = GradientBuffers(setup_of(said.append), _OrderedTap([], 3))
     parameter, gradient = torch.nn.Parameter(torch.zeros(9)), torch.randn(9)
+    audit = GradientBuffers(setup_of(said.append), _OrderedTap([parameter]))
     for step, flips in enumerate((False, False, True)):  # where the gradient lies is learnt in the first step
         audit.begin_step(step, due=True)
-        if audit._places:
-            audit._arrived[id(parameter)] = _Arrived(0, tensor_digest(gradient))
+        if step:
+            audit._arrived[id(parameter)] = _Arrived(0, 9, tensor_digest(gradient))
         sent = gradient.clone()
         audit.on_local([parameter], [sent], sent.view(3, 3))
         if flips:
@@ -205,12 +205,12 @@ def test_buffer_changed_while_sent_differs_from_arrivals():
 
 def test_change_is_stated_with_the_number_of_its_bucket():
     said: list[Mismatch] = []
-    audit = GradientBuffers(setup_of(said.append), _OrderedTap([], 3))
-    gradient = torch.randn(9)
+    parameters, gradient = [torch.nn.Parameter(torch.zeros(9)) for _ in range(2)], torch.randn(9)
+    audit = GradientBuffers(setup_of(said.append), _OrderedTap(parameters))
     audit.begin_step(1, due=True)
-    for parameter in (torch.nn.Parameter(torch.zeros(9)) for _ in range(2)):
-        if audit._places:  # the first one's gradient was not seen to arrive
-            audit._arrived[id(parameter)] = _Arrived(0, tensor_digest(gradient))
+    for number, parameter in enumerate(parameters):
+        if number == 1:  # the first one's gradient was not seen to arrive
+            audit._arrived[id(parameter)] = _Arrived(0, 9, tensor_digest(gradient))
         audit.on_local([parameter], [gradient + 1], (gradient + 1).view(3, 3))
         audit.on_received(torch.randn(3, 3))
     audit.before_update(1, due=True)
@@ -218,7 +218,7 @@ def test_change_is_stated_with_the_number_of_its_bucket():
 
 
 def test_model_whose_gradients_never_arrive_is_left_out():
-    audit = GradientBuffers(setup_of(print), _OrderedTap([], 3))
+    audit = GradientBuffers(setup_of(print), _OrderedTap())
     for step in range(MAX_EMPTY_AUDITS):
         assert not audit.left_out
         audit.begin_step(step, due=True)
@@ -227,8 +227,14 @@ def test_model_whose_gradients_never_arrive_is_left_out():
     assert list(audit.left_out) == [0]
 
 
+def test_smallest_parameters_are_left_out():
+    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (4, 5, 600, 2, 391)]
+    audit = GradientBuffers(setup_of(print), _OrderedTap(parameters))
+    assert sorted(one.numel() for one in audit._watched.values()) == [5, 391, 600], "6 elements are under 1 %"
+
+
 def test_tap_opened_twice_is_closed_at_once():
-    tap = _OrderedTap([], 3)
+    tap = _OrderedTap()
     audit = Collectives(setup_of(print), tap)
     for _ in range(2):  # the first step has no update
         tap.open(audit)
@@ -237,6 +243,10 @@ def test_tap_opened_twice_is_closed_at_once():
 
 
 class _OrderedTap(GradientTap):
+    def __init__(self, parameters: Sequence[torch.nn.Parameter] = ()) -> None:
+        super().__init__([], 3)
+        self.replicas = [torch.nn.ParameterList(parameters)]  # type: ignore[list-item]
+
     @property
     def sees_sums(self) -> bool:
         return True
