@@ -1,6 +1,6 @@
 """What the chain of audits catches of injected faults, in real training on four ranks, and what it costs.
 
-    python -m bench.sdc [--quick] [--cells PATTERN ...] [--per-cell 300] [--window STEPS] [--json FILE] [--plot PNG]
+    python -m bench.sdc [--quick] [--cells PATTERN ...] [--per-cell 300] [--once] [--window STEPS] [--json FILE]
     python -m bench.sdc --example PNG
 
 Each cell is a model, a preset and a place of faults. A fault is put into one rank of a trained model; the bench trains
@@ -40,6 +40,7 @@ def main() -> int:
     parser = parser_of("sdc", __doc__)
     parser.add_argument("--cells", nargs="*", default=[], metavar="PATTERN", help="CONFIG/PRESET/SITE, with * and ?")
     parser.add_argument("--per-cell", type=int, default=300, help="injections of each cell")
+    parser.add_argument("--once", action="store_true", help="only injections that act once, of which there are few")
     parser.add_argument("--window", type=int, help="steps in which a fault may be found")
     parser.add_argument(
         "--clean", type=int, default=0, metavar="N", help="thousands of undisturbed steps, shared by all models"
@@ -93,7 +94,7 @@ def work(measures: Measure, store: Store, given: object) -> Iterator[Work]:
         own = [cell for cell in cells if cell.config == config]
         for number in range(given.per_cell):  # cell by cell in turn: all grow alike
             for cell in own:
-                if number not in store.records(cell.name):
+                if number not in store.records(cell.name) and (not given.once or measures.acts_once(cell, number)):
                     yield cell.name, lambda cell=cell, number=number: measures.injection(cell, number)
 
 

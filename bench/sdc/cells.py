@@ -110,6 +110,8 @@ class Measure:
         self._windows: dict[Config, int] = {}
         self._thresholds: dict[Config, Thresholds] = {}
         self._checkpoints: Checkpoints | None = None
+        self._prepared: Config | None = None
+        """The configuration whose undisturbed run the ranks know."""
 
     def intervals(self, config: Config, preset: str) -> dict[str, int]:
         """Return the intervals of a preset, as the chain once chose them on this machine."""
@@ -131,6 +133,19 @@ class Measure:
             ]
         return self._windows[config]
 
+    def _prepare(self, config: Config) -> None:
+        """Have the ranks know the undisturbed run, from the store if it is there."""
+        window = self.window(config)
+        if config == self._prepared:
+            return
+        cell = f"{config.name}/reference/{window}"
+        known = self._store.records(cell)
+        if known:
+            self._ranks.call(config, "use_reference", window, known[0]["digests"])
+        else:
+            self._store.add(cell, 0, {"digests": self._ranks.call(config, "reference", window)[0]})
+        self._prepared = config
+
     def seeds(self, config: Config, count: int = SEEDS) -> None:
         """Record the final losses of undisturbed runs over other data."""
         cell = f"{config.name}/seeds/loss"
@@ -146,6 +161,7 @@ class Measure:
             self._store.add(cell.name, number, self._checkpoints.record(Hop(cell.what), number))
             return
         injection = self._drawn(cell, number)
+        self._prepare(cell.config)
         if cell.kind == "peers":
             self._store.add(cell.name, number, self._before_peers(cell.config, injection))
             return
@@ -154,10 +170,15 @@ class Measure:
         try:
             results = self._ranks.call(cell.config, "run", injection, intervals, phase, self.window(cell.config))
         except RankFailed as failure:
+            self._prepared = None
             record = {"failed": str(failure).strip().splitlines()[-1], "rank": injection.rank, "changed_step": 0}
             self._store.add(cell.name, number, record)
             return
         self._store.add(cell.name, number, outcome_of(injection, results))
+
+    def acts_once(self, cell: Cell, number: int) -> bool:
+        """Return whether an injection of a cell acts once only."""
+        return cell.kind != "checkpoint" and not self._drawn(cell, number).is_permanent
 
     def _drawn(self, cell: Cell, number: int) -> Injection:
         """Return an injection of a cell: the same under all presets, and without a chain."""
@@ -167,6 +188,7 @@ class Measure:
     def loss_after_miss(self, cell: Cell, number: int) -> None:
         """Record the final loss of a run that no chain watches, for an injection that the chain has missed."""
         injection = self._drawn(cell, number)
+        self._prepare(cell.config)
         results = self._ranks.call(cell.config, "run", injection, {}, 0.0, self.window(cell.config))
         self._store.add(_harm(cell), number, {"final_loss": _number(results[0].final_loss)})
 

@@ -124,12 +124,14 @@ class Report:
             reported = [one for one in records if one["caught_by"]]
             named = sum(one["named"] == one["rank"] for one in reported)
             return share_row(cell.name, named, len(reported), more="the liar named")
-        changed = [one for one in records if one["changed_step"]]
+        once = [one for one in records if one["changed_step"] and not one["probability"]]
+        changed = [one for one in records if one["changed_step"] and one["probability"]]
         latencies = [one["latency"] for one in changed if one["caught_by"]]
         by = Counter(one["caught_by"] for one in changed if one["caught_by"])
         text = ", ".join(f"{link} {count}" for link, count in by.most_common())
         late = f"median {median(latencies):.0f} steps; " if latencies else ""
-        return share_row(cell.name, *_hits(changed), more=late + text)
+        rare = f"; once: {_caught(once)} of {len(once)}" if once else ""
+        return share_row(cell.name, *_hits(changed), more=late + text + rare)
 
     def _checkpoint_rows(self) -> list[Row]:
         rows = []

@@ -28,6 +28,7 @@ def test_bench_records_injections(tmp_path: Path) -> None:
         measure = Measure(ranks, store, window=17)
         for number in range(2):
             measure.injection(cell, number)
+        Measure(ranks, store, window=17).injection(cell, 2)  # as another call of the bench does
         measure.clean(CONFIG, "standard", 0, steps=10)
         right, story = (
             ranks.call(CONFIG, "tell", fault, intervals, 3, 40)[0]
@@ -36,7 +37,7 @@ def test_bench_records_injections(tmp_path: Path) -> None:
         with pytest.raises(RankFailed, match="no_such_method"):
             ranks.call(CONFIG, "no_such_method")
     records = Store(tmp_path).records(cell.name)
-    assert set(records) == {0, 1}
+    assert set(records) == {0, 1, 2}
     for record in records.values():
         assert record["activations"] > 0
         assert record["changed_step"] == 3  # the fault's first step, and no audit changed anything before it
