@@ -62,6 +62,7 @@ class CostMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._has_events = device.type == "cuda"
         self._work_s = self._wait_s = 0.0
         self._blocks: list[_Block] = []
 
@@ -87,6 +88,6 @@ class CostMeter:
         return reading
 
     def _mark(self) -> Any:
-        if self._device.type != "cuda":
+        if not self._has_events:
             return None
         return torch.cuda.current_stream(self._device).record_event(timed_event())

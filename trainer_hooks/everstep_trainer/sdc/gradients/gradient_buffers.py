@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from everstep.vocabulary import AuditLink
 from everstep_trainer.sdc.audit import Audit, AuditSetup
-from everstep_trainer.sdc.digests.digest import tensor_digest, to_hex
+from everstep_trainer.sdc.digests.digest import PlacedDigest, joined_digest, sum_of, to_hex
 from everstep_trainer.sdc.gradients.gradient_exchange import MAX_BUCKETS, GradientReader, GradientTap
 
 log = logging.getLogger(__name__)
@@ -37,17 +37,17 @@ class _Arrived(NamedTuple):
     """A gradient when it arrived, or when it was added to those of earlier micro-batches."""
 
     place: int
-    """Of its first element in its bucket."""
-    size: int
-    """Its elements."""
-    digest: torch.Tensor
+    """Elements of watched gradients before it in its bucket."""
+    digest: torch.Tensor | int
+    """As at that place of one flat tensor; see `PlacedDigest`."""
 
 
 class _Outgoing(NamedTuple):
     """Gradients that are sent together, in the bucket of this number."""
 
     bucket: int
-    flat: torch.Tensor
+    gradients: list[torch.Tensor]
+    """The watched ones, where they are sent from."""
     arrived: list[_Arrived]
 
 
@@ -73,7 +73,7 @@ class GradientBuffers(Audit, GradientReader):
             log.info("gradients are not compared with what is sent: this needs run.replicate")
         replicated = [one for module in tap.replicas for one in module.parameters() if one.requires_grad]
         self._watched = {id(one): one for one in _largest(replicated)} if self._is_on else {}
-        self._places: dict[int, int] = {}  # of parameters in their buckets, by id, as in the last audit
+        self._digests: dict[int, PlacedDigest] = {}  # of watched gradients, by id of the parameter, at known places
         self._arrived: dict[int, _Arrived] = {}  # by the parameter's id
         self._hooks: list[RemovableHandle] = []
         self._outgoing: _Outgoing | None = None
@@ -101,25 +101,23 @@ class GradientBuffers(Audit, GradientReader):
         self._arrived.clear()
         self._outgoing, self._buckets, self._is_reading = None, 0, True
         self._tap.open(self)
-        for known, place in self._places.items():
-            self._watch(self._watched[known], place)
+        for known, digest in self._digests.items():
+            self._watch(self._watched[known], digest)
 
-    def _watch(self, parameter: torch.Tensor, place: int) -> None:
+    def _watch(self, parameter: torch.Tensor, digest: PlacedDigest) -> None:
         """Digest the parameter's gradient when it arrives, or when it was added to those of earlier micro-batches."""
-        size = parameter.numel()
 
         def arrives(gradient: torch.Tensor) -> None:
             with self.cost():
                 if parameter.grad is None and gradient.dtype == parameter.dtype:
-                    self._arrived[id(parameter)] = _Arrived(place, size, tensor_digest(gradient, offset=place))
+                    self._arrived[id(parameter)] = _Arrived(digest.offset, digest.of(gradient))
                 else:
                     self._arrived.pop(id(parameter), None)
 
         def is_added(parameter: torch.Tensor) -> None:
             if id(parameter) not in self._arrived and parameter.grad is not None:
                 with self.cost():
-                    digest = tensor_digest(parameter.grad, offset=place)
-                    self._arrived[id(parameter)] = _Arrived(place, size, digest)
+                    self._arrived[id(parameter)] = _Arrived(digest.offset, digest.of(parameter.grad))
 
         # The program's own hooks may change a gradient once it was added, so it counts as arrived after them.
         if not parameter._post_accumulate_grad_hooks:
@@ -130,28 +128,37 @@ class GradientBuffers(Audit, GradientReader):
         self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], slices: torch.Tensor
     ) -> None:
         with self.cost():
-            arrived = self._arrivals(parameters, gradients)
-            self._outgoing = None
-            if arrived and len(self._sent) < MAX_BUCKETS:
-                self._outgoing = _Outgoing(self._buckets, slices.view(-1), arrived)
+            outgoing = self._learn(parameters, gradients, slices.view(-1))
+            self._outgoing = outgoing if outgoing.arrived and len(self._sent) < MAX_BUCKETS else None
             self._buckets += 1
 
-    def _arrivals(self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> list[_Arrived]:
-        """Return the watched gradients as they arrived; none unless all are known. Learn where each one lies."""
-        place, watched, arrived = 0, 0, []
+    def _learn(
+        self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], flat: torch.Tensor
+    ) -> _Outgoing:
+        """Return the watched gradients of a bucket, none unless all are known. Learn the place of each one.
+
+        Args:
+            parameters: All of the bucket.
+            gradients: Theirs.
+            flat: The bytes that are sent.
+        """
+        begin, place, sent, arrived = 0, 0, list[torch.Tensor](), list[_Arrived]()
         for parameter, gradient in zip(parameters, gradients, strict=True):
+            size = gradient.numel()
             if id(parameter) in self._watched:
-                watched += 1
                 known = self._arrived.pop(id(parameter), None)
                 offset = gradient.storage_offset() - gradients[0].storage_offset()
-                if gradient.is_contiguous() and offset == place:
-                    self._places[id(parameter)] = place
+                if gradient.is_contiguous() and offset == begin:
                     if known is not None and known.place == place:
                         arrived.append(known)
+                    else:
+                        self._digests[id(parameter)] = PlacedDigest(parameter, place)
                 else:
-                    self._places.pop(id(parameter), None)
-            place += gradient.numel()
-        return arrived if len(arrived) == watched else []
+                    self._digests.pop(id(parameter), None)
+                sent.append(flat[begin : begin + size])
+                place += size
+            begin += size
+        return _Outgoing(self._buckets, sent, arrived if len(arrived) == len(sent) else [])
 
     def on_received(self, slices: torch.Tensor) -> None:
         """Take the digest of what was sent. ``slices``: what was received instead."""
@@ -159,10 +166,10 @@ class GradientBuffers(Audit, GradientReader):
             return
         with self.cost():
             outgoing, self._outgoing = self._outgoing, None
-            arrived = torch.stack([one.digest for one in outgoing.arrived]).sum()
-            sent = torch.stack([_digest_now(one, outgoing.flat) for one in outgoing.arrived]).sum()
+            arrived = sum_of([one.digest for one in outgoing.arrived])
+            sent = joined_digest(outgoing.gradients)
             difference = "they changed before they were sent"
-            if outgoing.flat.device.type == "cpu" and bool(arrived != sent):
+            if sent.device.type == "cpu" and bool(arrived != sent):
                 difference = _describe(outgoing)
             self._sent.append(_Sent(outgoing.bucket, arrived, sent, difference))
 
@@ -204,12 +211,10 @@ def _largest(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return by_size
 
 
-def _digest_now(gradient: _Arrived, flat: torch.Tensor) -> torch.Tensor:
-    """Return the digest of a gradient that has arrived, as it is in its bucket now."""
-    return tensor_digest(flat[gradient.place : gradient.place + gradient.size], offset=gradient.place)
-
-
 def _describe(outgoing: _Outgoing) -> str:
     """Return in words how many gradients have changed since they arrived."""
-    changed = sum(bool(_digest_now(one, outgoing.flat) != one.digest) for one in outgoing.arrived)
+    changed = sum(
+        PlacedDigest(gradient, one.place).of(gradient) != one.digest
+        for one, gradient in zip(outgoing.arrived, outgoing.gradients, strict=True)
+    )
     return f"{changed} of {len(outgoing.arrived)} gradients changed after they had arrived"

@@ -192,7 +192,7 @@ def test_buffer_changed_while_sent_differs_from_arrivals():
     for step, flips in enumerate((False, False, True)):  # where the gradient lies is learnt in the first step
         audit.begin_step(step, due=True)
         if step:
-            audit._arrived[id(parameter)] = _Arrived(0, 9, tensor_digest(gradient))
+            audit._arrived[id(parameter)] = _Arrived(0, tensor_digest(gradient))
         sent = gradient.clone()
         audit.on_local([parameter], [sent], sent.view(3, 3))
         if flips:
@@ -210,7 +210,7 @@ def test_change_is_stated_with_the_number_of_its_bucket():
     audit.begin_step(1, due=True)
     for number, parameter in enumerate(parameters):
         if number == 1:  # the first one's gradient was not seen to arrive
-            audit._arrived[id(parameter)] = _Arrived(0, 9, tensor_digest(gradient))
+            audit._arrived[id(parameter)] = _Arrived(0, tensor_digest(gradient))
         audit.on_local([parameter], [gradient + 1], (gradient + 1).view(3, 3))
         audit.on_received(torch.randn(3, 3))
     audit.before_update(1, due=True)
