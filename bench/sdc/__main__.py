@@ -1,6 +1,7 @@
 """What the chain of audits catches of injected faults, in real training on four ranks, and what it costs.
 
     python -m bench.sdc [--quick] [--cells PATTERN ...] [--per-cell 300] [--once] [--window STEPS] [--json FILE]
+                        [--clean THOUSANDS] [--overhead BLOCKS] [--plot PNG]
     python -m bench.sdc --example PNG
 
 Each cell is a model, a preset and a place of faults. A fault is put into one rank of a trained model; the bench trains

@@ -264,7 +264,7 @@ def _add_words(total: torch.Tensor, words: torch.Tensor, first: int) -> None:
 
 
 class PlacedDigest:
-    """The `tensor_digest` at one offset, of one tensor after another; on the host in few microseconds.
+    """The `tensor_digest` at one offset, of one tensor after another; on the host in a few microseconds.
 
     For one thread at a time.
 
@@ -280,10 +280,8 @@ class PlacedDigest:
         self._source, self._size = array("Q", [0]), array("Q", [like.nbytes])
         if self._native is not None:
             host = torch.device("cpu")
-            self._keys, self._weights = (
-                row_keys(row, -(-(self._place + like.nbytes) // ROW_BYTES), host),
-                column_weights(host),
-            )
+            self._keys = row_keys(row, -(-(self._place + like.nbytes) // ROW_BYTES), host)
+            self._weights = column_weights(host)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor | int:
         """Return the digest: a number on the host, else a tensor as of `tensor_digest`; see `sum_of`."""

@@ -128,11 +128,11 @@ class GradientBuffers(Audit, GradientReader):
         self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], slices: torch.Tensor
     ) -> None:
         with self.cost():
-            outgoing = self._learn(parameters, gradients, slices.view(-1))
+            outgoing = self._outgoing_of(parameters, gradients, slices.view(-1))
             self._outgoing = outgoing if outgoing.arrived and len(self._sent) < MAX_BUCKETS else None
             self._buckets += 1
 
-    def _learn(
+    def _outgoing_of(
         self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], flat: torch.Tensor
     ) -> _Outgoing:
         """Return the watched gradients of a bucket, none unless all are known. Learn the place of each one.

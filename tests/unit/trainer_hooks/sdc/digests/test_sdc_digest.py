@@ -9,8 +9,11 @@ import torch
 from everstep_trainer.sdc.digests import digest
 from everstep_trainer.sdc.digests.digest import (
     SMALL_BYTES,
+    PlacedDigest,
     WeightedDigest,
     combined_digest,
+    joined_digest,
+    sum_of,
     tensor_digest,
     to_hex,
     to_unsigned,
@@ -129,6 +132,19 @@ def test_digests_of_ranges_add_up(data: st.DataObject, dtype: torch.dtype) -> No
     offset = data.draw(st.integers(0, 1 << 40))
     parts = [tensor_digest(whole[a:b], offset=offset + a) for a, b in pairwise(cuts)]
     assert to_unsigned(torch.stack(parts).sum()) == to_unsigned(tensor_digest(whole, offset=offset))
+
+
+@pytest.mark.parametrize("native", [digest.copy_hash, None])
+def test_joined_and_placed_digests_equal_that_of_the_whole(monkeypatch: pytest.MonkeyPatch, native: object) -> None:
+    monkeypatch.setattr(digest, "copy_hash", native)
+    parts = [*tensors(), torch.randn(7, 5).t()]
+    whole = tensor_digest(torch.cat([one.flatten() for one in parts]))
+    at, placed = 0, []
+    for part in parts:
+        placed.append(PlacedDigest(part, at).of(part))
+        at += part.numel()
+    assert joined_digest(parts) == whole
+    assert sum_of(placed) == whole
 
 
 def test_row_keys_are_the_same_beyond_the_cache() -> None:
