@@ -95,7 +95,7 @@ def work(measures: Measure, store: Store, given: object) -> Iterator[Work]:
         own = [cell for cell in cells if cell.config == config]
         for number in range(given.per_cell):  # cell by cell in turn: all grow alike
             for cell in own:
-                if number not in store.records(cell.name) and (not given.once or measures.acts_once(cell, number)):
+                if number not in store.records(cell.name) and (not given.once or measures.is_transient(cell, number)):
                     yield cell.name, lambda cell=cell, number=number: measures.injection(cell, number)
 
 

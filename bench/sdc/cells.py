@@ -133,7 +133,7 @@ class Measure:
             ]
         return self._windows[config]
 
-    def _prepare(self, config: Config) -> None:
+    def _share_reference(self, config: Config) -> None:
         """Have the ranks know the undisturbed run, from the store if it is there."""
         window = self.window(config)
         if config == self._prepared:
@@ -161,7 +161,7 @@ class Measure:
             self._store.add(cell.name, number, self._checkpoints.record(Hop(cell.what), number))
             return
         injection = self._drawn(cell, number)
-        self._prepare(cell.config)
+        self._share_reference(cell.config)
         if cell.kind == "peers":
             self._store.add(cell.name, number, self._before_peers(cell.config, injection))
             return
@@ -176,8 +176,8 @@ class Measure:
             return
         self._store.add(cell.name, number, outcome_of(injection, results))
 
-    def acts_once(self, cell: Cell, number: int) -> bool:
-        """Return whether an injection of a cell acts once only."""
+    def is_transient(self, cell: Cell, number: int) -> bool:
+        """Return whether an injection of a cell acts once."""
         return cell.kind != "checkpoint" and not self._drawn(cell, number).is_permanent
 
     def _drawn(self, cell: Cell, number: int) -> Injection:
@@ -188,7 +188,7 @@ class Measure:
     def loss_after_miss(self, cell: Cell, number: int) -> None:
         """Record the final loss of a run that no chain watches, for an injection that the chain has missed."""
         injection = self._drawn(cell, number)
-        self._prepare(cell.config)
+        self._share_reference(cell.config)
         results = self._ranks.call(cell.config, "run", injection, {}, 0.0, self.window(cell.config))
         self._store.add(_harm(cell), number, {"final_loss": _number(results[0].final_loss)})
 
