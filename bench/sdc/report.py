@@ -142,23 +142,28 @@ class Report:
                 rows.append(share_row(f"checkpoint bytes, {cell.what}", hits, len(changed), 99.9, 100))
         return rows
 
+    def _permanent(self) -> list[Record]:
+        """Return the permanent faults of all sites: of those that act once, the store may hold more than their part."""
+        return [one for one in self.records(MAIN, "standard", (*COMPUTE, *MEMORY)) if one["probability"]]
+
     def _stratum_rows(self) -> list[Row]:
-        whole = self.records(MAIN, "standard", (*COMPUTE, *MEMORY))
+        whole = self._permanent()
         rows = []
         for field in ("stratum", "shape", "corruption"):
             for value in sorted({one[field] for one in whole}):
-                rows.append(share_row(f"standard: {value}", *_hits(r for r in whole if r[field] == value)))
+                rows.append(share_row(f"standard: permanent, {value}", *_hits(r for r in whole if r[field] == value)))
         bounds = (0.0, 1.0, 100.0, math.inf)
-        lasting = [one for one in whole if one["probability"]]
         for low, high in itertools.pairwise(bounds):
-            some = (one for one in lasting if low <= one["probability"] * one["elements"] < high)
-            rows.append(share_row(f"standard: {low:g} to {high:g} activations a step", *_hits(some)))
+            some = (one for one in whole if low <= one["probability"] * one["elements"] < high)
+            rows.append(share_row(f"standard: permanent, {low:g} to {high:g} activations a step", *_hits(some)))
         return rows if whole else []
 
     def _link_rows(self) -> list[Row]:
-        whole = self.records(MAIN, "standard", (*COMPUTE, *MEMORY))
+        whole = self._permanent()
         caught = Counter(one["caught_by"] for one in whole if one["caught_by"])
-        return [share_row(f"standard: caught first by {link}", n, len(whole)) for link, n in caught.most_common()]
+        return [
+            share_row(f"standard: permanent, caught first by {link}", n, len(whole)) for link, n in caught.most_common()
+        ]
 
     def _harm_rows(self) -> list[Row]:
         seeds = [one["loss"] for one in self._store.records(f"{MAIN}/seeds/loss").values()]
