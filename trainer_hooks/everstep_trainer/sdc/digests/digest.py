@@ -62,15 +62,7 @@ def joined_digest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     Args:
         tensors: At least one; of one dtype and on one device.
     """
-    parts = [_plain(_local(tensor).detach()).contiguous() for tensor in tensors]
-    if copy_hash is not None and parts[0].device.type == "cpu":
-        return torch.tensor(_weigh_natively(copy_hash, parts, 0))
-    with torch.no_grad():
-        total, start = torch.zeros((), dtype=torch.int64, device=parts[0].device), 0
-        for part in parts:
-            add_bytes(total, part.view(-1).view(torch.uint8), start)
-            start += part.nbytes
-        return total
+    return _joined_at(tensors, 0)
 
 
 def combined_digest(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -156,12 +148,19 @@ def _fake_digest(tensor: torch.Tensor, start: int) -> torch.Tensor:
 
 
 def _digest_at(tensor: torch.Tensor, start: int) -> torch.Tensor:
-    plain = _plain(_local(tensor).detach()).contiguous()
-    if copy_hash is not None and plain.device.type == "cpu":
-        return torch.tensor(_weigh_natively(copy_hash, [plain], start))
+    return _joined_at([tensor], start)
+
+
+def _joined_at(tensors: Sequence[torch.Tensor], start: int) -> torch.Tensor:
+    """Return the digest of tensors of one device, one after the other from byte ``start`` on."""
+    parts = [_plain(_local(tensor).detach()).contiguous() for tensor in tensors]
+    if copy_hash is not None and parts[0].device.type == "cpu":
+        return torch.tensor(_weigh_natively(copy_hash, parts, start))
     with torch.no_grad():
-        total = torch.zeros((), dtype=torch.int64, device=plain.device)
-        add_bytes(total, plain.view(-1).view(torch.uint8), start)
+        total = torch.zeros((), dtype=torch.int64, device=parts[0].device)
+        for part in parts:
+            add_bytes(total, part.view(-1).view(torch.uint8), start)
+            start += part.nbytes
         return total
 
 

@@ -26,9 +26,7 @@ log = logging.getLogger(__name__)
 
 MAX_EMPTY_AUDITS = 8
 """Audits in a row without a comparison after which versions count as audited without the link. A bucket is compared
-only if all of its gradients were seen to arrive: not where a parameter is left out in each step, for instance."""
-
-
+only if all of its watched gradients were seen to arrive: not where one has no gradient in each step, for instance."""
 LEFT_OUT_SHARE = 0.01
 """Largest part of a model's elements that may be in the parameters left out."""
 
