@@ -128,9 +128,8 @@ class Measure:
         if self._window is not None:
             return self._window
         if config not in self._windows:
-            self._windows[config] = self._ranks.call(config, "steps_until_audited", self.intervals(config, "standard"))[
-                0
-            ]
+            intervals = self.intervals(config, "standard")
+            self._windows[config] = self._ranks.call(config, "steps_until_audited", intervals)[0]
         return self._windows[config]
 
     def _share_reference(self, config: Config) -> None:

@@ -162,17 +162,17 @@ def batch_of(model: str, seed: int, step: int, rank: int) -> Batch:
     """Return the inputs and targets of one rank and step; the same on each call."""
     draw = torch.Generator().manual_seed((seed * 1_000_003 + step) * 1009 + rank)
     if model == "gpt":
-        return _sentences(draw, SEQUENCES)
+        return _sentences(draw)
     labels = torch.randint(CLASSES, (16,), generator=draw)
     shape = (FEATURES,) if model == "mlp" else (3, IMAGE, IMAGE)
     patterns = torch.randn((CLASSES, *shape), generator=torch.Generator().manual_seed(7))
     return patterns[labels] * 0.5 + torch.randn((16, *shape), generator=draw), labels
 
 
-def _sentences(draw: torch.Generator, count: int) -> Batch:
+def _sentences(draw: torch.Generator) -> Batch:
     """Return characters, of which each mostly follows from the one before it."""
-    tokens = torch.randint(VOCABULARY, (count, LENGTH + 1), generator=draw)
-    is_regular = torch.rand((count, LENGTH + 1), generator=draw) < 0.8
+    tokens = torch.randint(VOCABULARY, (SEQUENCES, LENGTH + 1), generator=draw)
+    is_regular = torch.rand((SEQUENCES, LENGTH + 1), generator=draw) < 0.8
     for at in range(1, LENGTH + 1):
         tokens[:, at] = torch.where(is_regular[:, at], (5 * tokens[:, at - 1] + 1) % VOCABULARY, tokens[:, at])
     return tokens[:, :-1], tokens[:, 1:]

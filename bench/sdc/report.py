@@ -92,7 +92,7 @@ class Report:
         whole = self.records(MAIN, preset, (*COMPUTE, *MEMORY))
         if not whole:
             return []
-        lasting, once = [r for r in whole if r["probability"]], [r for r in whole if not r["probability"]]
+        lasting, once = _by_duration(whole)
         rows = [
             share_row(f"{preset}: permanent faults caught", _caught(lasting), len(lasting), *marks(95, 99)),
             share_row(f"{preset}: permanent, active in each pass of a block", *_hits(filter(_is_frequent, lasting))),
@@ -104,7 +104,7 @@ class Report:
         right = sum(r["named"] == r["rank"] for r in named)
         rows.append(share_row(f"{preset}: of the caught, the rank named", right, len(named), *marks(99, 100)))
         for text, sites, floor, aim in (("passes and gradients", COMPUTE, 90, 98), ("state", MEMORY, 99.9, 100)):
-            some = [r for r in self.records(MAIN, preset, sites) if r["probability"]]
+            some, _ = _by_duration(self.records(MAIN, preset, sites))
             rows.append(share_row(f"{preset}: permanent in {text}", _caught(some), len(some), *marks(floor, aim)))
         rows.append(share_row(f"{preset}: faults that act once", _caught(once), len(once), *marks(60, 85)))
         tried = [
@@ -124,8 +124,7 @@ class Report:
             reported = [one for one in records if one["caught_by"]]
             named = sum(one["named"] == one["rank"] for one in reported)
             return share_row(cell.name, named, len(reported), more="the liar named")
-        once = [one for one in records if one["changed_step"] and not one["probability"]]
-        changed = [one for one in records if one["changed_step"] and one["probability"]]
+        changed, once = _by_duration(one for one in records if one["changed_step"])
         latencies = [one["latency"] for one in changed if one["caught_by"]]
         by = Counter(one["caught_by"] for one in changed if one["caught_by"])
         text = ", ".join(f"{link} {count}" for link, count in by.most_common())
@@ -144,7 +143,7 @@ class Report:
 
     def _permanent(self) -> list[Record]:
         """Return the permanent faults of all sites: of those that act once, the store may hold more than their part."""
-        return [one for one in self.records(MAIN, "standard", (*COMPUTE, *MEMORY)) if one["probability"]]
+        return _by_duration(self.records(MAIN, "standard", (*COMPUTE, *MEMORY)))[0]
 
     def _stratum_rows(self) -> list[Row]:
         whole = self._permanent()
@@ -230,12 +229,12 @@ class Report:
         figure, axes = plt.subplots(figsize=(7, 4.4))
         for preset in ("light", "standard", "paranoid"):
             sites = [cell.what for cell in self.cells if cell.kind == preset and cell.config.name == MAIN]
-            records = [r for r in self.records(MAIN, preset, sites) if r["probability"]]
+            records, _ = _by_duration(self.records(MAIN, preset, sites))
             cost = self.overhead(MAIN, preset, "all")
             if records and cost is not None:
                 self._point(axes, max(cost, 0.0), *_hits(records), preset, OURS)
         config_peers = [cell.what for cell in self.cells if cell.kind == "peers" and cell.config.name == MAIN]
-        records = [r for r in self.records(MAIN, "peers", config_peers) if r["probability"]]
+        records, _ = _by_duration(self.records(MAIN, "peers", config_peers))
         for peer in PEERS if records else ():
             self._point(axes, 0.0, sum(bool(one["alarms"][peer]) for one in records), len(records), peer, THEIRS)
         axes.set_xlabel("time added to a step, %")
@@ -252,6 +251,12 @@ class Report:
         errors = [[share - 100 * low], [100 * high - share]]
         axes.errorbar([cost], [share], yerr=errors, fmt="o", color=colour, capsize=3)
         axes.annotate(name, (cost, share), xytext=(7, 3), textcoords="offset points", fontsize=8)
+
+
+def _by_duration(records: Iterable[Record]) -> tuple[list[Record], list[Record]]:
+    """Return the permanent faults, and those that act once."""
+    known = list(records)
+    return [one for one in known if one["probability"]], [one for one in known if not one["probability"]]
 
 
 def _caught(records: Iterable[Record]) -> int:
