@@ -43,6 +43,8 @@ WARM_AUDITS = 48
 FLUSH_STEPS = 3
 KEPT_STEPS = 10
 """Steps from one kept state to the next, where a run may go back."""
+STEPS_OF_TURN = 8
+"""Steps that are timed without the chain, and then with it, in turns."""
 DATA_SEED, EVALUATION_SEED, EVALUATIONS = 1, 10_007, 4
 
 Intervals = Mapping[str, int]
@@ -331,7 +333,11 @@ class Training:
         return [Statement(rank, one) for rank, said in enumerate(everybodys) for one in said]
 
     def time_steps(self, intervals: Intervals, blocks: int, block_steps: int) -> tuple[list[float], list[float]]:
-        """Return the seconds per step of alternating blocks of steps, without and with a chain."""
+        """Return the seconds per step of pairs of blocks of steps, without and with a chain.
+
+        Both blocks of a pair are trained in turns, a few steps of each, so that a machine that becomes slower for some
+        seconds slows both.
+        """
         warm = self._warm_chain(intervals)
         assert warm is not None
         self.reset()
@@ -339,21 +345,27 @@ class Training:
         chain = warm.begin(first, 0.0)
         seconds: tuple[list[float], list[float]] = [], []
         step = audited = 0
-        for block in range(2 * blocks + 2):  # the first two are not counted
-            dist.barrier()
-            began = time.perf_counter()
-            for _ in range(block_steps):
-                step += 1
-                if block % 2:
-                    self._step(step, DATA_SEED, chain, offset=first + audited - step)
-                    audited += 1
-                else:
-                    self._step(step, DATA_SEED)
-            if block > 1:
-                seconds[block % 2].append((time.perf_counter() - began) / block_steps)
-            for audit in chain._audits:
-                if isinstance(audit, StateAudit):  # the next steps update without the chain
-                    audit._watched = audit._outcome = None
+        for pair in range(blocks + 1):  # the first one is not counted
+            taken = [0.0, 0.0]
+            turns = [min(STEPS_OF_TURN, block_steps - done) for done in range(0, block_steps, STEPS_OF_TURN)]
+            for number, steps in enumerate(turns):
+                for is_audited in (True, False) if number % 2 else (False, True):
+                    dist.barrier()
+                    began = time.perf_counter()
+                    for _ in range(steps):
+                        step += 1
+                        if is_audited:
+                            self._step(step, DATA_SEED, chain, offset=first + audited - step)
+                            audited += 1
+                        else:
+                            self._step(step, DATA_SEED)
+                    taken[is_audited] += time.perf_counter() - began
+                    for audit in chain._audits:
+                        if isinstance(audit, StateAudit):  # the next steps update without the chain
+                            audit._watched = audit._outcome = None
+            if pair:
+                for of_all, one in zip(seconds, taken, strict=True):
+                    of_all.append(one / block_steps)
         return seconds
 
     def reset(self) -> None:
