@@ -15,7 +15,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
-from bench.sdc.cells import MAIN, Cell
+from bench.sdc.cells import MAIN, PEER_SITES, Cell
 from bench.sdc.injection import DETECTORS, MEMORY, Site
 from bench.sdc.peers import PEERS
 from bench.sdc.store import Store
@@ -225,32 +225,42 @@ class Report:
         return rows
 
     def draw(self, path: Path) -> None:
-        """Write a picture of coverage against overhead."""
-        figure, axes = plt.subplots(figsize=(7, 4.4))
+        """Write a picture of coverage against overhead, and beside it what other detectors see of the same faults.
+
+        It shows the sites at which all of them are tried. What the other detectors cost is not measured.
+        """
+        figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.4), sharey=True, width_ratios=(1, 1.3))
         for preset in ("light", "standard", "paranoid"):
-            sites = [cell.what for cell in self.cells if cell.kind == preset and cell.config.name == MAIN]
-            records, _ = _by_duration(self.records(MAIN, preset, sites))
+            records, _ = _by_duration(self.records(MAIN, preset, PEER_SITES))
             cost = self.overhead(MAIN, preset, "all")
             if records and cost is not None:
-                self._point(axes, max(cost, 0.0), *_hits(records), preset, OURS)
-        config_peers = [cell.what for cell in self.cells if cell.kind == "peers" and cell.config.name == MAIN]
-        records, _ = _by_duration(self.records(MAIN, "peers", config_peers))
-        for peer in PEERS if records else ():
-            self._point(axes, 0.0, sum(bool(one["alarms"][peer]) for one in records), len(records), peer, THEIRS)
-        axes.set_xlabel("time added to a step, %")
-        axes.set_ylabel("permanent faults caught, %")
-        axes.set_ylim(0, 104)
-        axes.spines[["top", "right"]].set_visible(False)
+                at = max(cost, 0.0)
+                share = _draw_share(right, at, *_hits(records), OURS)
+                right.annotate(preset, (at, share), xytext=(7, -12), textcoords="offset points", fontsize=9)
+        records, _ = _by_duration(self.records(MAIN, "peers", PEER_SITES))
+        for at, peer in enumerate(PEERS if records else ()):
+            _draw_share(left, at, sum(bool(one["alarms"][peer]) for one in records), len(records), THEIRS)
+        left.set_xticks(range(len(PEERS)), PEERS, rotation=35, ha="right", fontsize=8)
+        left.set_title("other detectors, in each step", fontsize=10)
+        left.set_ylabel("permanent faults caught, %")
+        right.set_title("audits", fontsize=10)
+        right.set_xlabel("time added to a step, %")
+        right.set_xlim(left=-1)
+        right.set_ylim(0, 104)
+        for axes in (left, right):
+            axes.spines[["top", "right"]].set_visible(False)
         figure.tight_layout()
         figure.savefig(path, dpi=130)
         plt.close(figure)
 
-    def _point(self, axes: plt.Axes, cost: float, hits: int, of: int, name: str, colour: str) -> None:
-        share = 100 * hits / of
-        low, high = wilson(hits, of)
-        errors = [[share - 100 * low], [100 * high - share]]
-        axes.errorbar([cost], [share], yerr=errors, fmt="o", color=colour, capsize=3)
-        axes.annotate(name, (cost, share), xytext=(7, 3), textcoords="offset points", fontsize=8)
+
+def _draw_share(axes: plt.Axes, at: float, hits: int, of: int, colour: str) -> float:
+    """Draw a share with its interval, and return it in percent."""
+    share = 100 * hits / of
+    low, high = wilson(hits, of)
+    errors = [[share - 100 * low], [100 * high - share]]
+    axes.errorbar([at], [share], yerr=errors, fmt="o", color=colour, capsize=3)
+    return share
 
 
 def _by_duration(records: Iterable[Record]) -> tuple[list[Record], list[Record]]:
