@@ -68,7 +68,7 @@ def main() -> int:
             measure(measures, store, given)
     report = Report(store)
     if given.plot:
-        report.draw(given.plot)
+        report.draw(given.plot, timed_config(given).name)
     return finish("Silent corruption: faults caught", report.rows(), given.json)
 
 
@@ -99,6 +99,11 @@ def work(measures: Measure, store: Store, given: object) -> Iterator[Work]:
                     yield cell.name, lambda cell=cell, number=number: measures.injection(cell, number)
 
 
+def timed_config(given: object) -> Config:
+    """Return the configuration whose overhead is measured and drawn: that of the first cell asked for."""
+    return next((cell.config for cell in choose(given.cells)), Config.parse(MAIN))
+
+
 def harm_work(measures: Measure, store: Store, given: object) -> Iterator[Work]:
     """Yield runs that tell what missed faults do."""
     cells = [cell for cell in choose(given.cells) if cell.config.name == MAIN and cell.kind == "standard"]
@@ -112,7 +117,7 @@ def harm_work(measures: Measure, store: Store, given: object) -> Iterator[Work]:
 
 def side_work(measures: Measure, store: Store, given: object) -> Iterator[Work]:
     """Yield false alarms and overhead."""
-    config = Config.parse(MAIN)
+    config = timed_config(given)
     everyone = [Config.parse(name) for name in (MAIN, *OTHERS)]
     runs = -(-given.clean * 1000 // (CLEAN_STEPS * len(everyone)))
     for one, number in itertools.product(everyone, range(runs)):
@@ -121,7 +126,7 @@ def side_work(measures: Measure, store: Store, given: object) -> Iterator[Work]:
     if given.overhead:
         for preset in PRESETS:
             for link in ("all", *(measures.intervals(config, preset) if preset == "standard" else ())):
-                cell = f"{MAIN}/overhead-{preset}/{link}"
+                cell = f"{config.name}/overhead-{preset}/{link}"
                 number = len(store.records(cell))
                 yield cell, lambda p=preset, link=link, n=number: measures.overhead(config, p, link, n, given.overhead)
 

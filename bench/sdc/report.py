@@ -224,20 +224,20 @@ class Report:
                 rows.append(Row(f"{cell.name}", value, "% of a step", *judged))
         return rows
 
-    def draw(self, path: Path) -> None:
+    def draw(self, path: Path, config: str = MAIN) -> None:
         """Write a picture of coverage against overhead, and beside it what other detectors see of the same faults.
 
         It shows the sites at which all of them are tried. What the other detectors cost is not measured.
         """
         figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.4), sharey=True, width_ratios=(1, 1.3))
         for preset in ("light", "standard", "paranoid"):
-            records, _ = _by_duration(self.records(MAIN, preset, PEER_SITES))
-            cost = self.overhead(MAIN, preset, "all")
+            records, _ = _by_duration(self.records(config, preset, PEER_SITES))
+            cost = self.overhead(config, preset, "all")
             if records and cost is not None:
                 at = max(cost, 0.0)
                 share = _draw_share(right, at, *_hits(records), OURS)
                 right.annotate(preset, (at, share), xytext=(7, -12), textcoords="offset points", fontsize=9)
-        records, _ = _by_duration(self.records(MAIN, "peers", PEER_SITES))
+        records, _ = _by_duration(self.records(config, "peers", PEER_SITES))
         for at, peer in enumerate(PEERS if records else ()):
             _draw_share(left, at, sum(bool(one["alarms"][peer]) for one in records), len(records), THEIRS)
         left.set_xticks(range(len(PEERS)), PEERS, rotation=35, ha="right", fontsize=8)
