@@ -592,7 +592,7 @@ class Run:
                 without. The error comes from ``track`` or, if an optimizer has no state yet, before the second step
                 changes anything.
             sdc: How thoroughly the ranks check each other's work for silent corruption: "off", "light" (0.5 % of a
-                step), "standard" (2 %) or "paranoid" (20 %). Default: as ``everstep-launch --sdc`` says.
+                step), "standard" (3 %) or "paranoid" (20 %). Default: as ``everstep-launch --sdc`` says.
             sdc_links: Changes to single links of that preset, such as ``{"peer_replay": {"interval": 10}}``, which
                 audits every 10 steps, ``{"matmul": {"share": 0.01}}`` or ``{"state": None}`` (off).
             objects: The objects, by name.
