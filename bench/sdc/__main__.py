@@ -22,7 +22,7 @@ from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from bench.sdc.cells import CALIBRATION_STEPS, CLEAN_STEPS, MAIN, OTHERS, SEEDS, Measure, choose
+from bench.sdc.cells import CALIBRATION_STEPS, CLEAN_STEPS, MAIN, MEASURED_PRESETS, OTHERS, SEEDS, Measure, choose
 from bench.sdc.example import show
 from bench.sdc.models import Config
 from bench.sdc.ranks import Ranks
@@ -33,7 +33,6 @@ from bench.table import finish, parser_of
 RANKS, WARM_STEPS = 4, 200
 QUICK_CALIBRATION_STEPS = 44
 """Steps until the chain has agreed on its intervals once."""
-PRESETS = ("light", "standard", "paranoid")
 Work = tuple[str, Callable[[], None]]
 
 
@@ -124,7 +123,7 @@ def side_work(measures: Measure, store: Store, given: object) -> Iterator[Work]:
         if number not in store.records(f"{one.name}/clean/standard"):
             yield f"{one.name}/clean", lambda one=one, number=number: measures.clean(one, "standard", number)
     if given.overhead:
-        for preset in PRESETS:
+        for preset in MEASURED_PRESETS:
             for link in ("all", *(measures.intervals(config, preset) if preset == "standard" else ())):
                 cell = f"{config.name}/overhead-{preset}/{link}"
                 number = len(store.records(cell))

@@ -35,6 +35,7 @@ OTHERS = (
 )
 SITES_OF_OTHERS = (Site.GEMM_FORWARD, Site.GEMM_WEIGHT_GRADIENT, Site.ACTIVATIONS, Site.MOMENTS)
 PEER_SITES = (Site.GEMM_FORWARD, Site.GEMM_WEIGHT_GRADIENT, Site.PARAMETERS)
+MEASURED_PRESETS = ("light", "standard", "paranoid")
 CALIBRATION_STEPS = 320
 """Steps until the chain has agreed on its intervals twice."""
 CLEAN_STEPS = 2000

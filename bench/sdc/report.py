@@ -15,7 +15,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
-from bench.sdc.cells import MAIN, PEER_SITES, Cell
+from bench.sdc.cells import MAIN, MEASURED_PRESETS, PEER_SITES, Cell
 from bench.sdc.injection import DETECTORS, MEMORY, Site
 from bench.sdc.peers import PEERS
 from bench.sdc.store import Store
@@ -69,10 +69,10 @@ class Report:
     def rows(self) -> list[Row]:
         """Return all rows that the store has records for."""
         rows = []
-        for preset in ("light", "standard", "paranoid"):
+        for preset in MEASURED_PRESETS:
             rows += self._preset_rows(preset)
         for cell in self.cells:
-            if cell.kind in ("light", "standard", "paranoid"):
+            if cell.kind in MEASURED_PRESETS:
                 rows.append(self._cell_row(cell))
         rows += (
             self._checkpoint_rows() + self._stratum_rows() + self._link_rows() + self._harm_rows() + self._peer_rows()
@@ -230,7 +230,7 @@ class Report:
         It shows the sites at which all of them are tried. What the other detectors cost is not measured.
         """
         figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.4), sharey=True, width_ratios=(1, 1.3))
-        for preset in ("light", "standard", "paranoid"):
+        for preset in MEASURED_PRESETS:
             records, _ = _by_duration(self.records(config, preset, PEER_SITES))
             cost = self.overhead(config, preset, "all")
             if records and cost is not None:

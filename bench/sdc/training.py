@@ -344,28 +344,33 @@ class Training:
         first = 1 + WARM_AUDITS + FLUSH_STEPS
         chain = warm.begin(first, 0.0)
         seconds: tuple[list[float], list[float]] = [], []
-        step = audited = 0
+        turns = [min(STEPS_OF_TURN, block_steps - done) for done in range(0, block_steps, STEPS_OF_TURN)]
+        step, audited_step = 1, first
         for pair in range(blocks + 1):  # the first one is not counted
             taken = [0.0, 0.0]
-            turns = [min(STEPS_OF_TURN, block_steps - done) for done in range(0, block_steps, STEPS_OF_TURN)]
             for number, steps in enumerate(turns):
                 for is_audited in (True, False) if number % 2 else (False, True):
-                    dist.barrier()
-                    began = time.perf_counter()
-                    for _ in range(steps):
-                        step += 1
-                        if is_audited:
-                            self._step(step, DATA_SEED, chain, offset=first + audited - step)
-                            audited += 1
-                        else:
-                            self._step(step, DATA_SEED)
-                    taken[is_audited] += time.perf_counter() - began
-                    for audit in chain._audits:
-                        if isinstance(audit, StateAudit):  # the next steps update without the chain
-                            audit._watched = audit._outcome = None
+                    if is_audited:
+                        taken[True] += self._time_turn(step, steps, chain, audited_step - step)
+                        audited_step += steps
+                    else:
+                        taken[False] += self._time_turn(step, steps)
+                    step += steps
             if pair:
                 for of_all, one in zip(seconds, taken, strict=True):
                     of_all.append(one / block_steps)
+        return seconds
+
+    def _time_turn(self, first: int, steps: int, chain: AuditChain | None = None, offset: int = 0) -> float:
+        """Train some steps; return their seconds. ``offset``: of the chain's step numbers. A collective."""
+        dist.barrier()
+        began = time.perf_counter()
+        for step in range(first, first + steps):
+            self._step(step, DATA_SEED, chain, offset=offset)
+        seconds = time.perf_counter() - began
+        for audit in chain._audits if chain is not None else ():
+            if isinstance(audit, StateAudit):  # the next steps update without the chain
+                audit._watched = audit._outcome = None
         return seconds
 
     def reset(self) -> None:
