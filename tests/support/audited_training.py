@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 FAULTY_RANK = 2
-FAULTY_STEP = 30
+FAULTY_STEP = 31
 STEPS = 36
 REPEATED_FROM = FAULTY_STEP - 3
 _kept: dict[str, Any] = {}

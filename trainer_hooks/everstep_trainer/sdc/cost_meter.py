@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -66,19 +65,9 @@ class CostMeter:
         self._work_s = self._wait_s = 0.0
         self._blocks: list[_Block] = []
 
-    @contextmanager
-    def count(self, *, work: float, wait: float = 0.0) -> Iterator[None]:
+    def count(self, *, work: float, wait: float = 0.0) -> AbstractContextManager[None]:
         """Count the time of a ``with`` block this many times as work and as a wait."""
-        started = self._mark()
-        began = perf_counter()
-        try:
-            yield
-        finally:
-            seconds = perf_counter() - began
-            self._work_s += work * seconds
-            self._wait_s += wait * seconds
-            if started is not None:
-                self._blocks.append(_Block(started, self._mark(), work, wait))
+        return _Counting(self, work, wait)
 
     def take(self) -> StepReading:
         """Return what was measured since the last call."""
@@ -87,7 +76,31 @@ class CostMeter:
         self._blocks.clear()
         return reading
 
-    def _mark(self) -> Any:
+    def mark(self) -> Any:
+        """Return an event of the GPU's stream; None without a GPU."""
         if not self._has_events:
             return None
         return torch.cuda.current_stream(self._device).record_event(timed_event())
+
+    def add(self, seconds: float, started: Any, work: float, wait: float) -> None:
+        """Count a block that has ended; ``started``: its first mark."""
+        self._work_s += work * seconds
+        self._wait_s += wait * seconds
+        if started is not None:
+            self._blocks.append(_Block(started, self.mark(), work, wait))
+
+
+class _Counting:
+    """One block that is counted. A class: a generator takes four times as long, and each link counts in each step."""
+
+    __slots__ = ("_began", "_meter", "_started", "_wait", "_work")
+
+    def __init__(self, meter: CostMeter, work: float, wait: float) -> None:
+        self._meter, self._work, self._wait = meter, work, wait
+
+    def __enter__(self) -> None:
+        self._started = self._meter.mark()
+        self._began = perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self._meter.add(perf_counter() - self._began, self._started, self._work, self._wait)

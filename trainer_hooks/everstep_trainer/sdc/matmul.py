@@ -73,15 +73,19 @@ class Matmul(Audit):
         self._allowed: dict[str, torch.Tensor] = {}
         """The last allowed residual of each column, by product."""
         self._suspects: list[_Suspect] = []
+        self._is_watching = False
         self._doubted: set[str] = set()
 
     def begin_step(self, step: int, *, due: bool) -> None:
         self.close()
         if due:
+            self._is_watching = True
             for linear in self._linears:
                 linear.watch()
 
     def before_update(self, step: int, *, due: bool) -> None:
+        if not self._is_watching:
+            return
         suspects = self._suspects
         self.close()
         if not suspects:
@@ -93,9 +97,11 @@ class Matmul(Audit):
                 reports += self._judge(step, one.unit, one.patch)
 
     def close(self) -> None:
-        for linear in self._linears:
-            linear.leave()
-        self._suspects = []
+        if self._is_watching:
+            self._is_watching = False
+            for linear in self._linears:
+                linear.leave()
+            self._suspects = []
 
     def check(self, unit: str, product: Product) -> None:
         """Screen a product. What looks wrong is judged before the update."""

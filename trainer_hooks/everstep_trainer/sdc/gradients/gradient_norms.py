@@ -1,10 +1,10 @@
 """Compare the norms of each rank's gradients with those of the other ranks, before they are added.
 
-A large error in one rank's gradients makes a norm that no other rank has. Each rank takes the norms in every step,
-which needs no other rank; at a due step all ranks exchange those since the last one. Ranks differ in their data, so a
-norm is suspicious only if it is many times the median over ranks, and far beyond the differences seen so far. Suspicion
-is no proof: the job goes back to a version before the step and computes it again. If only the suspected rank's norms
-have changed then, its hardware erred; otherwise the batch was unusual.
+A large error in one rank's gradients makes a norm that no other rank has. Each rank takes the norms in due steps, which
+needs no other rank; all ranks exchange those of the last steps together. Ranks differ in their data, so a norm is
+suspicious only if it is many times the median over ranks, and far beyond the differences seen so far. Suspicion is no
+proof: the job goes back to a version before the step and computes it again. If only the suspected rank's norms have
+changed then, its hardware erred; otherwise the batch was unusual.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ norms of one parameter were seen to differ by up to a factor of five."""
 SPREAD_FACTOR = 3.0
 """A deviation (of a logarithm) is suspicious from this multiple of the largest one of the last steps."""
 REMEMBERED = 256
-"""Steps whose largest deviation is remembered."""
+"""Due steps whose largest deviation is remembered."""
 WARMUP_STEPS = 8
-"""First steps of a generation, in which only a norm that is not finite is suspicious."""
-KEPT_STEPS = 64
-"""Steps after which the ranks exchange their norms in any case: those of 256 groups are 128 KiB then."""
+"""First due steps of a generation, in which only a norm that is not finite is suspicious."""
+STEPS_BETWEEN_EXCHANGES = 16
+"""Fewest steps from one exchange to the next. It costs more than the norms of one step, but can take those of many."""
 MIN_RANKS = 3
 """With two ranks the median does not tell which one is unusual."""
 
@@ -60,13 +60,19 @@ class GradientNorms(Audit, GradientReader):
                 "run.replicate or fully_shard",
                 MIN_RANKS,
             )
+        self._is_reading = False
         self._norms: list[torch.Tensor] = []  # of the running step
         self._kept: dict[int, torch.Tensor] = {}  # by group, of the steps since the last exchange
-        self._size: int | None = None  # of a step's vector of norms, the same on all ranks
+        self._exchanged_step = 0
+        # All ranks agree in their first step on the size of a step's vector of norms, and on the last suspected step.
+        self._size: int | None = None
+        self._suspected_step = -1
         self._deviations: deque[float] = deque(maxlen=REMEMBERED)
 
     def begin_step(self, step: int, *, due: bool) -> None:
-        if self._is_on:
+        self.close()
+        if self._is_on and (due or self._size is None or step == self._suspected_step):
+            self._is_reading = True
             self._norms.clear()
             self._tap.open(self)
 
@@ -77,17 +83,16 @@ class GradientNorms(Audit, GradientReader):
             self._norms += torch._foreach_norm(list(gradients), dtype=torch.float32)
 
     def before_update(self, step: int, *, due: bool) -> None:
-        if not self._is_on:
+        if not self._is_reading:
             return
-        self._tap.close(self)
+        self.close()
         if self._size is None:
-            size = torch.tensor([len(self._norms)], device=self.setup.device)
-            with self.waiting():
-                dist.all_reduce(size, op=dist.ReduceOp.MAX)
-            self._size = min(GROUPS, int(size.item()))
+            self._agree()
+            self._exchanged_step = step
         self._kept[step] = self._grouped()
-        if not (due or len(self._kept) == KEPT_STEPS):
+        if step - self._exchanged_step < STEPS_BETWEEN_EXCHANGES and step != self._suspected_step:
             return
+        self._exchanged_step = step
         steps = list(self._kept)
         everyones = self._exchange()
         for place, one in enumerate(steps):
@@ -108,7 +113,16 @@ class GradientNorms(Audit, GradientReader):
         return True
 
     def close(self) -> None:
+        self._is_reading = False
         self._tap.close(self)
+
+    def _agree(self) -> None:
+        """Agree with all ranks on what each needs to know of the others; a new rank has suspected nobody yet."""
+        mine = torch.tensor([len(self._norms), max(_suspected, default=-1)], device=self.setup.device)
+        with self.waiting():
+            dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+        size, self._suspected_step = mine.tolist()
+        self._size = min(GROUPS, size)
 
     def _grouped(self) -> torch.Tensor:
         """Return the running step's norms by group; nothing waits for the device."""

@@ -31,9 +31,11 @@ def statements(told: list[dict[str, Any]], key: str = "mismatches") -> list[tupl
     return [(rank, each) for rank, one in enumerate(told) for each in one[key]]
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
-def test_outlying_gradient_is_suspected_and_repeated(kept_ranks, layout):
-    told = train(kept_ranks, layout, "gradient")
+@pytest.mark.parametrize(
+    ("layout", "interval"), [("ddp", 1), ("fsdp2", 1), ("ddp", 2)], ids=["ddp", "fsdp2", "repeated between two audits"]
+)
+def test_outlying_gradient_is_suspected_and_repeated(kept_ranks, layout, interval):
+    told = train(kept_ranks, layout, "gradient", {**LINKS, "gradient_norm": {"interval": interval}})
     ((rank, suspicion),) = [said for said in statements(told) if said[1].link is AuditLink.GRADIENT_NORM]
     assert (rank, suspicion.owner, suspicion.step) == (FAULTY_RANK, FAULTY_RANK, FAULTY_STEP)
     assert not suspicion.original
