@@ -25,7 +25,7 @@ from everstep.vocabulary import Finding
 from everstep.wire.framing import SUPPORTED_VERSIONS
 from everstep.wire.v1.agent import Domain, GpuGauges
 from everstep.wire.v1.directives import Directive, ProtectVersion, RunProbe, SpillVersion, VersionNotice
-from everstep.wire.v1.local import Welcome
+from everstep.wire.v1.local import Welcome, WrongProduct
 from everstep.wire.v1.training import AnyReport, FindingCleared, FindingRaised, RankProgress
 from everstep_agent.config import AgentSettings, parse_labels, parse_listen_address, read_token
 from everstep_agent.findings.node_findings import ClockSkewEstimate, NodeFindings, find_agent_problems
@@ -33,6 +33,7 @@ from everstep_agent.jobs.local_processes import LocalJob
 from everstep_agent.jobs.registry import JobRegistry
 from everstep_agent.jobs.socket import AgentSocketServer
 from everstep_agent.lifecycle import AgentRunDirectory, write_atomically
+from everstep_agent.probes.wrong_products import WrongProductStore
 from everstep_agent.sensors.gauges import gpu_gauges
 from everstep_agent.sensors.monitor import SensorMonitor, SensorSettings
 from everstep_agent.sensors.sensor_messages import SensorReport
@@ -111,6 +112,7 @@ class Supervisor:
         self._vault_down_at = self._dropped_at = 0.0
         self._announced: ReadyFile | None = None
         self._prober: Prober | None = None
+        self._wrong_products = WrongProductStore(settings.run_dir / "wrong-products")
         self._metrics: MetricsServer | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._findings = NodeFindings(self.new_trace_id)
@@ -330,13 +332,17 @@ class Supervisor:
             elif not isinstance(body, VersionNotice):
                 log.info("directive %s", type(body).__name__, extra={"node": self._settings.node})
 
+    def keep_wrong_product(self, product: WrongProduct) -> None:
+        """Keep a product that a rank of this node computed wrongly, for later probes."""
+        self._wrong_products.add(product)
+
     async def _probe(self, body: RunProbe) -> None:
         if self._prober is None:
             # Imported late: only nodes that are probed need it.
             from everstep_agent.probes.prober import Prober
 
             self._prober = Prober()
-        self.report(await self._prober.run(body, self._settings.node))
+        self.report(await self._prober.run(body, self._settings.node, self._wrong_products.products))
 
     # Metrics
 

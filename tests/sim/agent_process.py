@@ -20,6 +20,7 @@ from everstep.errors import EverstepError
 from everstep.vocabulary import Finding
 from everstep.wire.v1.agent import PREFIX_BYTES, FrameKind, GpuGauges, ReportsAnswer, encode_frame
 from everstep.wire.v1.directives import Directive, ProtectVersion, RunProbe, SpillVersion
+from everstep.wire.v1.local import WrongProduct
 from everstep.wire.v1.training import AnyReport, FindingRaised, ProbeFinished, RankProgress
 from tests.sim import facts
 from tests.sim.event_loop import VirtualLoop
@@ -244,6 +245,9 @@ class AgentProcess:
     def drop_seals(self, job: str, before_generation: int) -> None:
         numbers = self.spool.drop_seals(job, before_generation)
         self.world.see(facts.LeftOut(self.machine.name, self.words.heartbeat_protocol.incarnation, frozenset(numbers)))
+
+    def keep_wrong_product(self, product: WrongProduct) -> None:
+        raise AssertionError("simulated ranks multiply nothing")
 
 
 def _no_threads(*_: Any) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from everstep.wire.v1.local import WrongProduct
 
 
 class Block(nn.Module):
@@ -32,8 +35,10 @@ def fresh(checkpointed: bool = True) -> nn.Sequential:
     return nn.Sequential(Block(checkpointed), Block(checkpointed))
 
 
-def audit_of(kind: type[Audit], model: nn.Module) -> tuple[Audit, list[Mismatch]]:
-    """Return an audit of a model, and the list of what it will report."""
+def audit_of(
+    kind: type[Audit], model: nn.Module, keep_wrong_product: Callable[[WrongProduct], None] = lambda product: None
+) -> tuple[Audit, list[Mismatch]]:
+    """Return an audit of a model, and the list of what it will report. ``keep_wrong_product``: see `AuditSetup`."""
     said: list[Mismatch] = []
     setup = AuditSetup(
         rank=1,
@@ -43,6 +48,7 @@ def audit_of(kind: type[Audit], model: nn.Module) -> tuple[Audit, list[Mismatch]
         objects={"model": model},
         has_replica_per_rank=True,
         report=said.append,
+        keep_wrong_product=keep_wrong_product,
     )
     return kind(setup), said
 

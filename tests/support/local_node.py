@@ -12,7 +12,7 @@ from everstep_agent.jobs.registry import JobRegistry
 from everstep.clock import ManualClock
 from everstep.vocabulary import GenerationReason
 from everstep.wire.v1.directives import KillRank, NewGeneration
-from everstep.wire.v1.local import ConnectionRole, Hello, RankExited, RankHeartbeat
+from everstep.wire.v1.local import ConnectionRole, Hello, RankExited, RankHeartbeat, WrongProduct
 from everstep.wire.v1.training import FindingRaised, GenerationSpec, Holder, JobSpec, LauncherJoined, RestoreRule
 
 T = TypeVar("T")
@@ -91,6 +91,7 @@ class Node:
         self.configured: list[int] = []
         self.forgotten: list[str] = []
         self.seals_from: dict[str, int] = {}
+        self.products: list[WrongProduct] = []
         self._timers: list[Timer] = []
         self._traces = 0
         self._pids = 1000
@@ -114,6 +115,9 @@ class Node:
 
     def drop_seals(self, job: str, before_generation: int) -> None:
         self.seals_from[job] = before_generation
+
+    def keep_wrong_product(self, product: WrongProduct) -> None:
+        self.products.append(product)
 
     def new_trace_id(self) -> str:
         self._traces += 1

@@ -591,7 +591,7 @@ class Run:
             require_checkpoints: Raise OutOfSlotMemory if a node has no memory for checkpoints, instead of training
                 without. The error comes from ``track`` or, if an optimizer has no state yet, before the second step
                 changes anything.
-            sdc: How thoroughly the ranks check each other's work for silent corruption: "off", "light" (0.5 % of a
+            sdc: How thoroughly the ranks check each other's work for silent corruption: "off", "light" (0.7 % of a
                 step), "standard" (3 %) or "paranoid" (20 %). Default: as ``everstep-launch --sdc`` says.
             sdc_links: Changes to single links of that preset, such as ``{"peer_replay": {"interval": 10}}``, which
                 audits every 10 steps, ``{"matmul": {"share": 0.01}}`` or ``{"state": None}`` (off).
@@ -657,6 +657,7 @@ class Run:
             objects=objects,
             has_replica_per_rank=self._replicas.has_replica_per_rank,
             report=self._report_mismatch,
+            keep_wrong_product=self._session.keep_wrong_product,
         )
         self._audits = build_chain(options, setup, self._finished_step + 1, self._session.report_clean_audits)
 

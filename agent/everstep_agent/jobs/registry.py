@@ -15,7 +15,16 @@ from typing import Protocol
 from everstep.clock import Clock
 from everstep.errors import MalformedMessage
 from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob, VersionNotice
-from everstep.wire.v1.local import ConnectionRole, Goodbye, Hello, LauncherLost, RankExited, RankHeartbeat, ToAgent
+from everstep.wire.v1.local import (
+    ConnectionRole,
+    Goodbye,
+    Hello,
+    LauncherLost,
+    RankExited,
+    RankHeartbeat,
+    ToAgent,
+    WrongProduct,
+)
 from everstep.wire.v1.training import (
     AuditsClean,
     AuditStatement,
@@ -61,6 +70,7 @@ class RegistryCallbacks(LossCallbacks, Protocol):
     def configure_vault_job(self, job: LocalJob) -> None: ...
     def delete_from_vault(self, job: str) -> None: ...
     def drop_seals(self, job: str, before_generation: int) -> None: ...
+    def keep_wrong_product(self, product: WrongProduct) -> None: ...
 
 
 class JobRegistry:
@@ -202,6 +212,8 @@ class JobRegistry:
                 process.has_said_goodbye = True
             case FindingRaised():
                 self._callbacks.report_finding(message)
+            case WrongProduct():
+                self._callbacks.keep_wrong_product(message)
             case (
                 CollectiveFailed()
                 | RankStalled()

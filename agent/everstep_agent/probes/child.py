@@ -26,6 +26,7 @@ from everstep.system_clock import SYSTEM_CLOCK
 from everstep.vocabulary import ProbeKind
 from everstep.wire.framing import FrameDecoder, encode_frame
 from everstep.wire.v1.directives import RunProbe
+from everstep.wire.v1.local import WrongProduct
 from everstep.wire.v1.training import ProbeFinished
 from everstep_agent.probes.probe_messages import (
     MAX_FRAME_BYTES,
@@ -48,6 +49,8 @@ MAX_OPERAND = 8
 MATMUL_SIZE_CPU = 512
 MATMUL_SIZE_CUDA = 8192
 MATMUL_SEED = 20_240_607
+REPETITIONS_AT_ONCE = 256
+"""Repetitions of a small product that are compared at once, in float64: this bounds the memory of a comparison."""
 
 MEMORY_CPU_BYTES = 64 << 20
 """Bytes of host memory to test: enough to leave its caches, little enough beside a job."""
@@ -128,6 +131,74 @@ def _compare(found: torch.Tensor, known: torch.Tensor, description: str) -> None
     )
 
 
+# Products that training computed wrongly
+#
+# The operands that went wrong are repeated until the product is as large as a known one, so that each part of the
+# device multiplies them. The right result comes from the host, in float64.
+
+
+def retry_wrong_product(product: WrongProduct, repeats: int, set_stage: SetStage) -> None:
+    """Compute a product on each device that a rank of this node computed wrongly. Raises WrongResult."""
+    dtype: torch.dtype = getattr(torch, product.dtype)
+    left = torch.frombuffer(bytearray(product.left), dtype=dtype).view(product.rows, product.inner)
+    right = torch.frombuffer(bytearray(product.right), dtype=dtype).view(product.inner, product.columns)
+    expected = left.double() @ right.double()
+    allowed = _rounding_bound(product, left, right, expected)
+    if not bool((expected.abs() + allowed < torch.finfo(dtype).max).all()):
+        return  # it overflows where it is right, too
+    torch.backends.cuda.matmul.allow_tf32 = product.allows_tf32
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
+    for device in devices():
+        set_stage(f"{product.work} again on {device}")
+        size = MATMUL_SIZE_CUDA if device.type == "cuda" else MATMUL_SIZE_CPU
+        down, across = max(1, size // product.rows), max(1, size // product.columns)
+        operands = left.to(device).repeat(down, 1), right.to(device).repeat(1, across)
+        low, high = (one.to(device).repeat(1, across) for one in (expected - allowed, expected + allowed))
+        for _ in range(repeats):
+            repetitions = _multiply(*operands).view(down, product.rows, -1)
+            _check_repeated(repetitions, low, high, product.work, device)
+
+
+def _rounding_bound(
+    product: WrongProduct, left: torch.Tensor, right: torch.Tensor, expected: torch.Tensor
+) -> torch.Tensor:
+    """Return the largest error of each element that rounding explains: (K u + u') sum |a| |b|, and that of the result.
+
+    Source: Higham, Accuracy and Stability of Numerical Algorithms, section 3.1. ``u'``: operands rounded to TF32.
+    """
+    wide = torch.finfo(torch.float64 if product.dtype == "float64" else torch.float32)
+    share = product.inner * wide.eps + (2.0**-10 if product.allows_tf32 else 0.0)
+    terms = left.double().abs() @ right.double().abs()
+    dtype = torch.finfo(left.dtype)
+    return share * terms + dtype.eps * expected.abs() + product.inner * dtype.tiny
+
+
+def _multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return left @ right
+
+
+def _check_repeated(
+    found: torch.Tensor, low: torch.Tensor, high: torch.Tensor, work: str, device: torch.device
+) -> None:
+    """Compare each repetition of a product with its limits.
+
+    Args:
+        found: Repetitions x rows x columns.
+        low: Rows x columns.
+        high: Rows x columns.
+        work: The product, in words.
+        device: Where it was computed.
+    """
+    parts = torch.split(found, REPETITIONS_AT_ONCE)
+    wrong = sum(int((~((part >= low) & (part <= high))).sum()) for part in parts)
+    if wrong:
+        raise WrongResult(
+            f"{work}, which training got wrong on this node, is wrong again in {wrong} of {found.numel()} places on "
+            f"{device}"
+        )
+
+
 # Memory
 
 
@@ -201,7 +272,10 @@ def _run(request: ProbeRequest, set_stage: SetStage) -> ProbeRows:
     if probe.kind is ProbeKind.MEMORY:
         return check_memory(probe, set_stage)
     if probe.kind is ProbeKind.COMPUTE or len(probe.nodes) == 1:
-        return check_matmul(probe, set_stage)
+        rows = check_matmul(probe, set_stage)
+        for product in request.products:
+            retry_wrong_product(product, max(2, probe.repeats), set_stage)
+        return rows
     return check_all_reduce(request, set_stage)
 
 

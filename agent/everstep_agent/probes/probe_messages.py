@@ -9,19 +9,25 @@ import xxhash
 from everstep.ids import NodeId
 from everstep.wire.v1.base import Message
 from everstep.wire.v1.directives import RunProbe
+from everstep.wire.v1.local import WrongProduct
 from everstep.wire.v1.training import ProbeFinished
 
 # Messages between the supervisor and its probe process.
 
-MAX_FRAME_BYTES = 1 << 20
+MAX_FRAME_BYTES = 8 << 20
+"""More than all kept products take."""
 
 
 class ProbeRequest(Message, frozen=True, kw_only=True, tag=True):
-    """To the child: take part as ``node``; finish by ``deadline`` (this machine's monotonic clock)."""
+    """To the child: take part as ``node``; finish by ``deadline`` (this machine's monotonic clock).
+
+    ``products``: what ranks of this node computed wrongly, for a probe of kind compute to try again.
+    """
 
     probe: RunProbe
     node: NodeId
     deadline: float
+    products: tuple[WrongProduct, ...] = ()
 
 
 class TorchLoaded(Message, frozen=True, kw_only=True, tag=True):

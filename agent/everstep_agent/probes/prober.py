@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
+from collections.abc import Sequence
 
 from everstep.errors import MalformedMessage
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.framing import FrameDecoder, encode_frame
 from everstep.wire.v1.directives import RunProbe
+from everstep.wire.v1.local import WrongProduct
 from everstep.wire.v1.training import ProbeFinished
 from everstep_agent.lifecycle import end_child, start_child
 from everstep_agent.probes.probe_messages import MAX_FRAME_BYTES, FromChild, ProbeRequest, ProbeStage, TorchLoaded
@@ -110,9 +112,10 @@ class Prober:
         """The pid of the warm probe process, if there is one."""
         return None if self._child is None else self._child.pid
 
-    async def run(self, probe: RunProbe, node: str) -> ProbeFinished:
+    async def run(self, probe: RunProbe, node: str, products: Sequence[WrongProduct] = ()) -> ProbeFinished:
         """Take part in ``probe`` as ``node``. Any failure becomes an answer with ``ok=False``, never an exception. The
-        answer comes within ``probe.timeout_s``, including the loading of torch."""
+        answer comes within ``probe.timeout_s``, including the loading of torch. A probe of kind compute tries
+        ``products`` again, which ranks of this node computed wrongly."""
         deadline = SYSTEM_CLOCK.monotonic() + probe.timeout_s
         if node not in probe.nodes:
             return _failed_result(probe, f"{node} is not one of the nodes of this probe")
@@ -122,7 +125,8 @@ class Prober:
         except TimeoutError:
             return _failed_result(probe, f"no result within {probe.timeout_s:g} s: an earlier probe took all of it")
         try:
-            finished = await self._run_in_child(ProbeRequest(probe=probe, node=node, deadline=deadline))
+            request = ProbeRequest(probe=probe, node=node, deadline=deadline, products=tuple(products))
+            finished = await self._run_in_child(request)
         finally:
             self._probe_lock.release()
         if not finished.ok:

@@ -4,8 +4,8 @@
 ``Hello``; the agent answers ``Welcome``, then sends directives of that job as they come.
 
 * A launcher sends ``LauncherJoined`` and receives ``NewGeneration``, ``KillRank``, ``StopJob``.
-* A rank sends ``RankHeartbeat`` and reports, and receives ``NewGeneration``, ``StopJob``, ``VersionNotice``. The end of
-  its connection is the end of its process: the agent reports ``RankLost`` at once.
+* A rank sends ``RankHeartbeat``, reports and ``WrongProduct``, and receives ``NewGeneration``, ``StopJob``,
+  ``VersionNotice``. The end of its connection is the end of its process: the agent reports ``RankLost`` at once.
 
 ``vault.sock``: ranks and the agent's supervisor connect. Requests carry ``request``; the answer repeats it.
 """
@@ -228,6 +228,35 @@ class RankExited(Message, frozen=True, kw_only=True, tag=True):
     generation: GenerationNumber | None = None
 
 
+MAX_OPERAND_BYTES = 512 << 10
+FewElements = Annotated[int, msgspec.Meta(ge=1, le=64)]
+OperandBytes = Annotated[bytes, msgspec.Meta(max_length=MAX_OPERAND_BYTES)]
+
+
+class WrongProduct(Message, frozen=True, kw_only=True, tag=True):
+    """From a rank: a matrix product that it computed wrongly, for later diagnostics of its node.
+
+    Attributes:
+        work: The product, in words.
+        dtype: Of the operands and of the product.
+        rows: Rows of the left operand.
+        inner: Columns of the left operand, and rows of the right one.
+        columns: Columns of the right operand.
+        left: The left operand's bytes, row by row.
+        right: The right operand's bytes, row by row.
+        allows_tf32: Training multiplies float32 in TF32.
+    """
+
+    work: ShortText
+    dtype: Literal["float64", "float32", "bfloat16", "float16"]
+    rows: FewElements
+    inner: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)]
+    columns: FewElements
+    left: OperandBytes
+    right: OperandBytes
+    allows_tf32: bool = False
+
+
 ToAgent = (
     Hello
     | RankHeartbeat
@@ -243,6 +272,7 @@ ToAgent = (
     | UserError
     | RankFinished
     | FindingRaised
+    | WrongProduct
 )
 FromAgent = Welcome | NewGeneration | KillRank | StopJob | VersionNotice | LauncherLost
 

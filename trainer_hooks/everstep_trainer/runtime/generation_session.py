@@ -16,7 +16,7 @@ from everstep.clock import Clock
 from everstep.ids import Version
 from everstep.vocabulary import Finding, FindingKind, Mode, Severity
 from everstep.wire.v1.directives import VersionNotice
-from everstep.wire.v1.local import ToAgent
+from everstep.wire.v1.local import ToAgent, WrongProduct
 from everstep.wire.v1.training import AuditsClean, AuditStatement, FindingRaised, Resumed, SdcPreset
 from everstep_trainer.importers.source_agreement import SourceAgreement
 from everstep_trainer.memory_tier.vault_client import VaultClient
@@ -117,6 +117,9 @@ class TrainingSession:
 
     def report_mismatch(self, mismatch: Mismatch) -> None:
         """Report what this rank computed for an audit that found a difference."""
+
+    def keep_wrong_product(self, product: WrongProduct) -> None:
+        """Have this node keep a product that this rank computed wrongly, for later diagnostics."""
 
     def report_clean_audits(self, step: int) -> None:
         """Report that all parts of this rank's work were checked once in the steps after ``step``."""
@@ -312,6 +315,9 @@ class GenerationSession(TrainingSession):
                 **msgspec.structs.asdict(mismatch),
             )
         )
+
+    def keep_wrong_product(self, product: WrongProduct) -> None:
+        self.send(product)
 
     def report_clean_audits(self, step: int) -> None:
         spec, rank, now = self._spec, self.group.member.rank, self.clock.monotonic()

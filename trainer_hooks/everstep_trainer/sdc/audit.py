@@ -10,6 +10,7 @@ import msgspec
 import torch
 
 from everstep.vocabulary import AuditLink, AuditRole
+from everstep.wire.v1.local import WrongProduct
 from everstep_trainer.sdc.cost_meter import CostMeter
 
 
@@ -39,6 +40,8 @@ class AuditSetup(msgspec.Struct, frozen=True, kw_only=True):
     has_replica_per_rank: bool
     """Every rank computes the whole model, on its own samples."""
     report: Callable[[Mismatch], None]
+    keep_wrong_product: Callable[[WrongProduct], None] = lambda product: None
+    """Called with a matrix product of this rank that is wrong: its node tries it again before it serves again."""
 
     def on_same_node(self, rank: int, other: int) -> bool:
         """Return whether both ranks are known to be on one node."""

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
 from everstep.vocabulary import AuditLink
+from everstep.wire.v1.local import MAX_OPERAND_BYTES, WrongProduct
 from everstep_trainer.sdc.audit import Audit, AuditSetup, is_in_backward
 from everstep_trainer.sdc.checksums import (
     Patch,
@@ -137,6 +138,9 @@ class Matmul(Audit):
                 log.info("%s never agreed with its product, so it is not what it seems: this counts as no fault", unit)
             self._doubted.add(unit)
             return False
+        product = capture_wrong_product(f"{unit} of step {step}", patch)
+        if product is not None:
+            self.setup.keep_wrong_product(product)
         self.report_own(
             step,
             unit,
@@ -145,6 +149,34 @@ class Matmul(Audit):
             difference=difference,
         )
         return True
+
+
+def capture_wrong_product(work: str, patch: Patch) -> WrongProduct | None:
+    """Return the operands of wrong elements; None if they are too large to keep.
+
+    Args:
+        work: The product, in words.
+        patch: The elements, the worst one first.
+    """
+    inner, columns = patch.right.shape
+    rows = min(len(patch.left), MAX_OPERAND_BYTES // (inner * patch.left.element_size()))
+    if not rows or inner * columns * patch.right.element_size() > MAX_OPERAND_BYTES:
+        return None
+    left, right = (
+        one.cpu().contiguous().view(torch.uint8).numpy().tobytes() for one in (patch.left[:rows], patch.right)
+    )
+    dtype: Any = str(patch.left.dtype).removeprefix("torch.")
+    allows_tf32 = patch.left.is_cuda and torch.backends.cuda.matmul.allow_tf32
+    return WrongProduct(
+        work=work,
+        dtype=dtype,
+        rows=rows,
+        inner=inner,
+        columns=columns,
+        left=left,
+        right=right,
+        allows_tf32=allows_tf32,
+    )
 
 
 class _Linear:

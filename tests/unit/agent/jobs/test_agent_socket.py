@@ -23,7 +23,16 @@ from everstep.ids import Version
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.framing import FrameDecoder, encode_frame
 from everstep.wire.v1.directives import KillRank, NewGeneration, VersionNotice
-from everstep.wire.v1.local import MAX_FRAME_BYTES, ConnectionRole, FromAgent, Hello, RankExited, RankHeartbeat, Welcome
+from everstep.wire.v1.local import (
+    MAX_FRAME_BYTES,
+    ConnectionRole,
+    FromAgent,
+    Hello,
+    RankExited,
+    RankHeartbeat,
+    Welcome,
+    WrongProduct,
+)
 from everstep.wire.v1.training import (
     FindingRaised,
     GenerationSpec,
@@ -85,6 +94,9 @@ class Agent:
 
     def drop_seals(self, job: str, before_generation: int) -> None:
         pass
+
+    def keep_wrong_product(self, product: WrongProduct) -> None:
+        self.reports.append(product)
 
     def new_trace_id(self) -> str:
         return "t"

@@ -10,7 +10,7 @@ from everstep.errors import MalformedMessage
 from everstep.ids import Version
 from everstep.vocabulary import Finding, FindingKind, Severity
 from everstep.wire.v1.directives import NewGeneration, StopJob, VersionNotice
-from everstep.wire.v1.local import ConnectionRole, Goodbye, LauncherLost, RankHeartbeat
+from everstep.wire.v1.local import ConnectionRole, Goodbye, LauncherLost, RankHeartbeat, WrongProduct
 from everstep.wire.v1.training import CollectiveFailed, FindingRaised, LauncherJoined, LauncherLeft, RankLost
 from tests.support.local_node import Node, exited, generation
 
@@ -122,6 +122,14 @@ def test_a_report_of_an_older_generation_is_dropped_and_counted(node: Node) -> N
         node.jobs.handle_message(rank, CollectiveFailed(job="j", at=0.0, generation=number, rank=0, step=3, detail="x"))
     assert [r.generation for r in node.of(CollectiveFailed)] == [2, 3]
     assert node.jobs.event_counts["reports_stale"] == 1
+
+
+def test_wrong_product_of_a_rank_is_kept_on_its_node(node: Node) -> None:
+    product = WrongProduct(work="up", dtype="float32", rows=1, inner=1, columns=1, left=b"0000", right=b"0000")
+    node.jobs.handle_message(node.rank(0), product)
+    assert node.products == [product]
+    with pytest.raises(MalformedMessage, match="a launcher may not send WrongProduct"):
+        node.jobs.handle_message(node.launcher(), product)
 
 
 def test_rank_reports_are_accepted_only_for_its_own_job(node: Node) -> None:

@@ -7,10 +7,12 @@ import asyncio
 import pytest
 import torch
 from everstep_agent.probes import child as checks
+from everstep_agent.probes.probe_messages import ProbeRequest
 from everstep_agent.probes.prober import Prober
 
 from everstep.vocabulary import ProbeKind
 from everstep.wire.v1.directives import RunProbe
+from everstep.wire.v1.local import WrongProduct
 
 pytestmark = pytest.mark.slow
 
@@ -62,7 +64,7 @@ def test_probe_process_runs_the_requested_kind() -> None:
     async def act() -> None:
         prober = Prober()
         try:
-            computed = await prober.run(_probe(ProbeKind.COMPUTE), "n1")
+            computed = await prober.run(_probe(ProbeKind.COMPUTE), "n1", [_product()])
             remembered = await prober.run(_probe(ProbeKind.MEMORY), "n1")
         finally:
             await prober.close()
@@ -79,7 +81,6 @@ def test_wrong_result_is_distinct_from_a_failed_probe(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from everstep_agent.probes import child
-    from everstep_agent.probes.probe_messages import ProbeRequest
 
     def wrong(_probe: RunProbe, _doing: checks.SetStage) -> checks.ProbeRows:
         raise checks.WrongResult("one place")
@@ -93,6 +94,48 @@ def test_wrong_result_is_distinct_from_a_failed_probe(
     monkeypatch.setattr(child, "check_matmul", full)
     answer = child.run_probe(ask, _silent)
     assert (answer.ok, answer.wrong_result) == (False, False)
+
+
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+
+
+def _product(dtype: str = "float32", rows: int = 4, inner: int = 2048, columns: int = 1) -> WrongProduct:
+    generator = torch.Generator().manual_seed(3)
+    left, right = (
+        torch.randn(shape, generator=generator).to(getattr(torch, dtype)).view(torch.uint8).numpy().tobytes()
+        for shape in ((rows, inner), (inner, columns))
+    )
+    return WrongProduct(
+        work="up forward of step 7", dtype=dtype, rows=rows, inner=inner, columns=columns, left=left, right=right
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(4, 2048, 1), (3, 5000, 2), (1, 3, 60)], ids=str)
+def test_right_product_passes_whatever_its_rounding(dtype: str, shape: tuple[int, int, int]) -> None:
+    checks.retry_wrong_product(_product(dtype, *shape), 2, _silent)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_product_that_is_wrong_again_fails_the_compute_probe(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        product = left @ right
+        product[5, 7] += 0.25 * product.abs().max()
+        return product
+
+    ask = ProbeRequest(probe=_probe(ProbeKind.COMPUTE), node="n1", deadline=0.0, products=(_product(dtype),))
+    assert checks.run_probe(ask, _silent).ok
+    monkeypatch.setattr(checks, "_multiply", multiply)
+    answer = checks.run_probe(ask, _silent)
+    assert answer.wrong_result
+    assert "up forward of step 7, which training got wrong on this node, is wrong again in 1 of" in answer.detail
+
+
+def test_product_that_overflows_is_not_judged() -> None:
+    large = torch.full((4, 1024), 60_000.0, dtype=torch.float16)
+    operand = large.view(torch.uint8).numpy().tobytes()
+    product = WrongProduct(work="up", dtype="float16", rows=4, inner=1024, columns=4, left=operand, right=operand)
+    checks.retry_wrong_product(product, 2, _silent)
 
 
 @pytest.mark.gpu

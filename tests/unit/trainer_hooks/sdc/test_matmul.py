@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from everstep_trainer.sdc import matmul
-from everstep_trainer.sdc.matmul import Matmul
+from everstep_trainer.sdc.checksums import Patch
+from everstep_trainer.sdc.matmul import Matmul, capture_wrong_product
 from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
@@ -72,6 +73,31 @@ def test_clean_training_is_left_alone(checkpointed, dtype, micro_batches):
     layers = ["model.0.up", "model.0.down", "model.1.up", "model.1.down"]
     products = {f"{layer} {product}" for layer in layers for product in PRODUCTS}
     assert audit._agreed == products - {"model.0.up input gradient"}  # data needs no gradient
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_operands_of_a_wrong_product_are_kept(dtype, monkeypatch):
+    model, kept = fresh(checkpointed=False), []
+    audit, said = audit_of(Matmul, model, kept.append)
+    train(model, audit, 4, 1, dtype)
+    assert not kept
+    with faulty(model.get_submodule("1.down"), "forward", monkeypatch):
+        train(model, audit, 1, 1, dtype)
+    (product,) = kept
+    left, right = (
+        torch.frombuffer(bytearray(one), dtype=dtype or torch.float32) for one in (product.left, product.right)
+    )
+    known = left.view(product.rows, product.inner).double() @ right.view(product.inner, product.columns).double()
+    assert product.work == "model.1.down forward of step 1"
+    assert (product.inner, product.columns) == (65, 1), "64 inputs and the bias"
+    expected = float(said[0].difference.rpartition("expected ")[2])
+    assert (known - expected).abs().min() < 1e-4
+
+
+def test_operands_that_are_too_large_lose_rows_or_are_not_kept():
+    whole = Patch(torch.ones(4, 1), torch.ones(4, 60_000), torch.ones(60_000, 1))
+    assert capture_wrong_product("up", whole).rows == 2
+    assert capture_wrong_product("up", Patch(torch.ones(4, 1), torch.ones(4, 200_000), torch.ones(200_000, 1))) is None
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
