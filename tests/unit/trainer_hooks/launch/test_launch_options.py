@@ -169,6 +169,11 @@ def test_script_exception_ends_the_job_without_user_retries(script: str) -> None
     assert launch_settings(["--user-retries", "2", script], {}).job_spec(1).max_user_retries == 2
 
 
+def test_audits_are_light_unless_told_otherwise(script: str) -> None:
+    assert launch_settings([script], {}).job_spec(1).sdc == "light"
+    assert launch_settings(["--sdc", "off", script], {}).job_spec(1).sdc == "off"
+
+
 def test_two_replicas_are_the_default(script: str) -> None:
     def spec_replicas(**given: int) -> int:
         return LaunchOptions(script=script, job="j", agent_socket="/a", **given).job_spec(2).replicas
