@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from everstep.layout.slots import SLOTS_PER_RANK
-from everstep.vocabulary import FindingKind, GenerationReason
+from everstep.vocabulary import FindingKind, GenerationReason, ProbeKind
 from everstep.wire.framing import FrameDecoder, encode_frame
 from everstep.wire.v1 import local
 from everstep.wire.v1.directives import KillRank, NewGeneration, RunProbe, StopJob
@@ -288,6 +288,20 @@ def test_a_stopped_job_leaves_no_segments(agent: AgentProcess, controller: Contr
     segment = a_segment(agent)
     controller.push(StopJob(job="j", ok=True, reason="done"))
     until(lambda: not segment.exists(), "the segment is unlinked")
+
+
+def test_wrong_product_is_kept_for_the_probe_of_its_node(
+    agent: AgentProcess, controller: ControllerStub, launcher_of: type[Peer]
+) -> None:
+    agent.start()
+    controller.wait_for(lambda: controller.listening)
+    product = local.WrongProduct(work="up", dtype="float32", rows=1, inner=1, columns=1, left=bytes(4), right=bytes(4))
+    launcher_of(agent, local_rank=0).say(product)
+    file = agent.run_dir / "wrong-products"
+    until(file.exists, "the product is kept")
+    assert file.stat().st_mode & 0o777 == 0o600
+    controller.push(RunProbe(probe="p1", nodes=("n1",), store="127.0.0.1:0", kind=ProbeKind.COMPUTE, timeout_s=60.0))
+    assert controller.one(ProbeFinished).ok
 
 
 def test_probe_for_other_nodes_is_answered_as_failed(agent: AgentProcess, controller: ControllerStub) -> None:

@@ -10,6 +10,7 @@ from everstep_trainer.sdc.audit import Mismatch
 
 from everstep.clock import ManualClock
 from everstep.vocabulary import AuditLink, AuditRole
+from everstep.wire.v1.local import WrongProduct
 from everstep.wire.v1.training import AuditsClean, AuditStatement
 from tests.support.generations import generation
 
@@ -59,3 +60,10 @@ def test_statement_has_all_that_the_audit_says() -> None:
     assert isinstance(one, AuditStatement)
     assert (one.generation, one.rank, one.step, one.link) == (3, 0, 7, AuditLink.PEER_REPLAY)
     assert (one.original, one.digest, one.expects_arbiter, one.difference) == ("a", "b", True, "one bit")
+
+
+def test_wrong_product_goes_to_the_agent_of_its_node() -> None:
+    sent = list[Any]()
+    product = WrongProduct(work="up", dtype="float32", rows=1, inner=1, columns=1, left=b"0000", right=b"0000")
+    _session(ManualClock(), sent).keep_wrong_product(product)
+    assert sent == [product]
