@@ -83,7 +83,8 @@ class Launched:
         below = self.descendants()
         self.process.kill()
         for pid in below:
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it has ended with its parent
+                os.kill(pid, signal.SIGKILL)
 
     def child_named(self, name: str) -> int:
         """The pid of the descendant that calls itself ``name`` (see ``call_process``), once there is one."""
