@@ -112,7 +112,7 @@ class Supervisor:
         self._vault_down_at = self._dropped_at = 0.0
         self._announced: ReadyFile | None = None
         self._prober: Prober | None = None
-        self._wrong_products = WrongProductStore(settings.run_dir / "wrong-products")
+        self._wrong_products = WrongProductStore(settings.run_dir / "wrong-products", clock)
         self._metrics: MetricsServer | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._findings = NodeFindings(self.new_trace_id)

@@ -7,13 +7,15 @@ holds memory or prevents a GPU reset.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import os
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -49,6 +51,10 @@ MAX_OPERAND = 8
 MATMUL_SIZE_CPU = 512
 MATMUL_SIZE_CUDA = 8192
 MATMUL_SEED = 20_240_607
+RETRIES = 2
+"""How often each device tries a product again that training got wrong."""
+SPARE_S = 5.0
+"""Seconds before a probe's deadline in which no product is begun any more."""
 REPETITIONS_AT_ONCE = 256
 """Repetitions of a small product that are compared at once, in float64: this bounds the memory of a comparison."""
 
@@ -137,41 +143,60 @@ def _compare(found: torch.Tensor, known: torch.Tensor, description: str) -> None
 # device multiplies them. The right result comes from the host, in float64.
 
 
-def retry_wrong_product(product: WrongProduct, repeats: int, set_stage: SetStage) -> None:
-    """Compute a product on each device that a rank of this node computed wrongly. Raises WrongResult."""
+def retry_wrong_products(products: Sequence[WrongProduct], deadline: float, set_stage: SetStage) -> None:
+    """Compute products on each device that ranks of this node computed wrongly, the newest first.
+
+    Stops before the probe's deadline, and leaves out what does not fit into a device's memory: neither is an error of
+    the device. Raises WrongResult.
+    """
+    for product, device in itertools.product(reversed(products), devices()):
+        for _ in range(RETRIES):
+            if SYSTEM_CLOCK.monotonic() > deadline - SPARE_S:
+                return
+            with contextlib.suppress(torch.OutOfMemoryError):
+                retry_wrong_product(product, device, set_stage)
+
+
+def retry_wrong_product(product: WrongProduct, device: torch.device, set_stage: SetStage) -> None:
+    """Compute a product on a device that a rank of this node computed wrongly. Raises WrongResult."""
     dtype: torch.dtype = getattr(torch, product.dtype)
     left = torch.frombuffer(bytearray(product.left), dtype=dtype).view(product.rows, product.inner)
     right = torch.frombuffer(bytearray(product.right), dtype=dtype).view(product.inner, product.columns)
     expected = left.double() @ right.double()
     allowed = _rounding_bound(product, left, right, expected)
-    if not bool((expected.abs() + allowed < torch.finfo(dtype).max).all()):
-        return  # it overflows where it is right, too
+    if allowed is None:
+        return
+    set_stage(f"{product.work} again on {device}")
     torch.backends.cuda.matmul.allow_tf32 = product.allows_tf32
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-    for device in devices():
-        set_stage(f"{product.work} again on {device}")
-        size = MATMUL_SIZE_CUDA if device.type == "cuda" else MATMUL_SIZE_CPU
-        down, across = max(1, size // product.rows), max(1, size // product.columns)
-        operands = left.to(device).repeat(down, 1), right.to(device).repeat(1, across)
-        low, high = (one.to(device).repeat(1, across) for one in (expected - allowed, expected + allowed))
-        for _ in range(repeats):
-            repetitions = _multiply(*operands).view(down, product.rows, -1)
-            _check_repeated(repetitions, low, high, product.work, device)
+    size = MATMUL_SIZE_CUDA if device.type == "cuda" else MATMUL_SIZE_CPU
+    size = min(size, math.isqrt(size**3 // product.inner))  # no more operations than for a known product
+    down, across = max(1, size // product.rows), max(1, size // product.columns)
+    repetitions = _multiply(left.to(device).repeat(down, 1), right.to(device).repeat(1, across))
+    low, high = (one.to(device).repeat(1, across) for one in (expected - allowed, expected + allowed))
+    _check_repeated(repetitions.view(down, product.rows, -1), low, high, product.work, device)
 
 
 def _rounding_bound(
     product: WrongProduct, left: torch.Tensor, right: torch.Tensor, expected: torch.Tensor
-) -> torch.Tensor:
-    """Return the largest error of each element that rounding explains: (K u + u') sum |a| |b|, and that of the result.
+) -> torch.Tensor | None:
+    """Return the largest error of each element that rounding explains, or None if a partial sum may overflow.
 
-    Source: Higham, Accuracy and Stability of Numerical Algorithms, section 3.1. ``u'``: operands rounded to TF32.
+    It is (K u + u') sum |a| |b| for the sum, ``u`` for the result, and the smallest normal number for each operand that
+    a device may take for zero. ``u'``: operands cut off to TF32. Source: Higham, Accuracy and Stability of Numerical
+    Algorithms, section 3.1.
     """
+    is_tf32 = product.allows_tf32 and product.dtype == "float32"
     wide = torch.finfo(torch.float64 if product.dtype == "float64" else torch.float32)
-    share = product.inner * wide.eps + (2.0**-10 if product.allows_tf32 else 0.0)
-    terms = left.double().abs() @ right.double().abs()
-    dtype = torch.finfo(left.dtype)
-    return share * terms + dtype.eps * expected.abs() + product.inner * dtype.tiny
+    own = torch.finfo(left.dtype)
+    a, b = left.double().abs(), right.double().abs()
+    terms = a @ b
+    flushed = own.tiny * (a.sum(1, keepdim=True) + b.sum(0, keepdim=True) + product.inner)
+    share = product.inner * wide.eps + (2.0**-9 if is_tf32 else 0.0)
+    allowed = share * terms + own.eps * expected.abs() + flushed
+    fits = (terms + allowed < wide.max).all() & (expected.abs() + allowed < own.max).all()
+    return allowed if bool(fits) and max(a.max(), b.max()) < own.max / 2 else None
 
 
 def _multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -273,8 +298,7 @@ def _run(request: ProbeRequest, set_stage: SetStage) -> ProbeRows:
         return check_memory(probe, set_stage)
     if probe.kind is ProbeKind.COMPUTE or len(probe.nodes) == 1:
         rows = check_matmul(probe, set_stage)
-        for product in request.products:
-            retry_wrong_product(product, max(2, probe.repeats), set_stage)
+        retry_wrong_products(request.products, request.deadline, set_stage)
         return rows
     return check_all_reduce(request, set_stage)
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import msgspec
 
+from everstep.clock import Clock
+from everstep.errors import DECODE_ERRORS
 from everstep.wire.v1.local import WrongProduct
 from everstep_agent.lifecycle import write_atomically
 
@@ -15,6 +17,8 @@ log = logging.getLogger(__name__)
 
 KEPT_PRODUCTS = 4
 """Products of a node that are kept. A faulty GPU makes many; the newest ones stand for the others."""
+PAUSE_S = 1.0
+"""Seconds between two products that are kept, as the file is written for each."""
 ELEMENT_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -23,16 +27,18 @@ class WrongProductStore:
 
     Args:
         path: The file. One that cannot be read counts as empty.
+        clock: Times the pause between two products.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, clock: Clock) -> None:
+        self._path, self._clock = path, clock
+        self._next_at = 0.0
         self._kept: deque[WrongProduct] = deque(maxlen=KEPT_PRODUCTS)
         try:
             found = msgspec.json.decode(path.read_bytes(), type=list[WrongProduct])
         except FileNotFoundError:
             return
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, *DECODE_ERRORS) as error:
             log.warning("%s cannot be read, so probes do not try the products in it: %s", path, error)
             return
         self._kept.extend(product for product in found if _is_whole(product))
@@ -43,10 +49,13 @@ class WrongProductStore:
         return tuple(self._kept)
 
     def add(self, product: WrongProduct) -> None:
-        """Keep a product, in place of the oldest one if there are many."""
+        """Keep a product, in place of the oldest one if there are many. One soon after another is not kept."""
+        if self._clock.monotonic() < self._next_at:
+            return
         if not _is_whole(product):
             log.warning("%s is not kept for probes: its operands have another size than it says", product.work)
             return
+        self._next_at = self._clock.monotonic() + PAUSE_S
         self._kept.append(product)
         try:
             write_atomically(self._path, list(self._kept))

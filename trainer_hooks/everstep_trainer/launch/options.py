@@ -115,7 +115,7 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Number of versions kept at ``spill_to``. 0: all."""
     digest_interval: int = 50
     """Steps between digests of the parameters, besides those of versions to be committed. 0: no digests."""
-    sdc: SdcPreset = "light"
+    sdc: SdcPreset = "off"
     """How thoroughly the ranks check each other's work for silent corruption: light takes up to 0.7 % of a step,
     standard 3 %, paranoid 20 %. standard and paranoid keep two more versions in memory."""
     hang_threshold_s: float | None = None

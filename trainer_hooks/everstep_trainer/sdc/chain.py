@@ -27,8 +27,9 @@ log = logging.getLogger(__name__)
 ROTATIONS_UNTIL_CLEAN = 3
 """Audits of each part of a rank's work after which the steps before them count as clean. A fault that is seldom active
 is missed by many audits, so more rotations vouch for more. But a conviction undoes all steps that are not clean yet."""
-IDLE_STEPS_PER_MEASURE = 8
-"""Of the steps in which no link is due, one in so many is measured: clocks cost more than links that do nothing."""
+IDLE_STEPS_PER_MEASURE = 7
+"""Of the steps in which no link is due, one in so many has the links' costs measured: clocks cost more than links that
+do nothing. A prime number, as programs do something else in each 10th or 16th step."""
 
 
 class AuditChain:
@@ -105,8 +106,8 @@ class AuditChain:
                 audit.after_update(step, due=due)
             if due and audit.link in self._rotations and step != self._mismatch_step:
                 self._rotations[audit.link].record(step)
-        if self._is_measured:
-            self._unmeasured = step, {audit.link: audit.meter.take() for audit in self._audits}
+        measured = self._audits if self._is_measured else ()
+        self._unmeasured = step, {audit.link: audit.meter.take() for audit in measured}
         if self._due & self._rotations.keys():
             self._report_clean()
 

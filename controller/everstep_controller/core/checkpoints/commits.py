@@ -324,6 +324,14 @@ def roll_back_to_clean(transition: Transition, job: JobRecord) -> str:
     return f"nothing newer than version {clean}, the newest known to be clean, is restored"
 
 
+def knows_version_before(transition: Transition, job: JobRecord, step: int) -> bool:
+    """Return whether ``roll_back_before`` without ``to_audited`` would find a version to restore."""
+    live, commits = transition.state.job_runtime[job.job], job.commits
+    kept = (one.version for one in (commits.audited, commits.audit_candidate) if one is not None)
+    known = (live.commits.committed_version, live.commits.verified_version, *kept)
+    return any(version is not None and version.step < step for version in known)
+
+
 def roll_back_before(transition: Transition, job: JobRecord, step: int, *, to_audited: bool = True) -> str:
     """After audits found wrong work, forbid versions from ``step`` on, and return this as a phrase.
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from everstep.vocabulary import Action, AuditRole, Decision, Finding, FindingKind, GenerationReason, NodeState, Severity
 from everstep.wire.v1.training import AuditStatement, GenerationSpec, ProbeFinished, VersionSealed
-from everstep_controller.core.checkpoints.commits import DigestVote, record_seal, roll_back_before, roll_back_to_clean
+from everstep_controller.core.checkpoints.commits import (
+    DigestVote,
+    knows_version_before,
+    record_seal,
+    roll_back_before,
+    roll_back_to_clean,
+)
 from everstep_controller.core.health import audits, diagnostics, maintenance, offences, quarantine
 from everstep_controller.core.health.eviction import is_serving
 from everstep_controller.core.health.findings import judge_by_rule, judge_controller_findings, recheck_undecided
@@ -375,6 +381,12 @@ def _repeat_step(transition: Transition, job: JobRecord, case: AuditCase, senten
         return
     if step in repeated:
         words = f"{sentence}; step {step} was computed again before: its data is the likely cause, and the job goes on"
+        transition.audit("audit.suspicion", words, job=job.job, generation=case.key.generation)
+        return
+    if not to_audited and not knows_version_before(transition, job, step):
+        words = (
+            f"{sentence}; no version from before step {step} is known, so the job goes on: a suspicion proves nothing"
+        )
         transition.audit("audit.suspicion", words, job=job.job, generation=case.key.generation)
         return
     repeated[step] = case.key.generation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 
 import pytest
 import torch
@@ -113,7 +114,7 @@ def _product(dtype: str = "float32", rows: int = 4, inner: int = 2048, columns: 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(4, 2048, 1), (3, 5000, 2), (1, 3, 60)], ids=str)
 def test_right_product_passes_whatever_its_rounding(dtype: str, shape: tuple[int, int, int]) -> None:
-    checks.retry_wrong_product(_product(dtype, *shape), 2, _silent)
+    checks.retry_wrong_product(_product(dtype, *shape), CPU, _silent)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -123,7 +124,7 @@ def test_product_that_is_wrong_again_fails_the_compute_probe(dtype: str, monkeyp
         product[5, 7] += 0.25 * product.abs().max()
         return product
 
-    ask = ProbeRequest(probe=_probe(ProbeKind.COMPUTE), node="n1", deadline=0.0, products=(_product(dtype),))
+    ask = ProbeRequest(probe=_probe(ProbeKind.COMPUTE), node="n1", deadline=math.inf, products=(_product(dtype),))
     assert checks.run_probe(ask, _silent).ok
     monkeypatch.setattr(checks, "_multiply", multiply)
     answer = checks.run_probe(ask, _silent)
@@ -131,11 +132,31 @@ def test_product_that_is_wrong_again_fails_the_compute_probe(dtype: str, monkeyp
     assert "up forward of step 7, which training got wrong on this node, is wrong again in 1 of" in answer.detail
 
 
-def test_product_that_overflows_is_not_judged() -> None:
-    large = torch.full((4, 1024), 60_000.0, dtype=torch.float16)
-    operand = large.view(torch.uint8).numpy().tobytes()
-    product = WrongProduct(work="up", dtype="float16", rows=4, inner=1024, columns=4, left=operand, right=operand)
-    checks.retry_wrong_product(product, 2, _silent)
+@pytest.mark.parametrize(
+    ("dtype", "left", "right"),
+    [
+        ("float16", [6e4, 6e4], [6e4, 6e4]),
+        ("float32", [2e19, 2e19], [3e19, -3e19]),
+        ("bfloat16", [2e19, 2e19], [3e19, -3e19]),
+        ("bfloat16", [1e-39, 1e-39], [1e38, 1e38]),
+    ],
+)
+def test_overflow_and_tiny_operands_accuse_no_device(dtype: str, left: list[float], right: list[float]) -> None:
+    one, other = (
+        torch.tensor(values, dtype=getattr(torch, dtype)).view(torch.uint8).numpy().tobytes()
+        for values in (left, right)
+    )
+    product = WrongProduct(work="up", dtype=dtype, rows=1, inner=2, columns=1, left=one, right=other)
+    checks.retry_wrong_product(product, CPU, _silent)
+
+
+def test_products_are_not_tried_beyond_the_deadline() -> None:
+    stages: list[str] = []
+    products = [_product(), _product("bfloat16")]
+    checks.retry_wrong_products(products, 0.0, stages.append)
+    assert not stages
+    checks.retry_wrong_products(products, math.inf, stages.append)
+    assert stages == ["up forward of step 7 again on cpu"] * 4
 
 
 @pytest.mark.gpu

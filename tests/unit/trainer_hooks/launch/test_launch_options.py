@@ -169,9 +169,9 @@ def test_script_exception_ends_the_job_without_user_retries(script: str) -> None
     assert launch_settings(["--user-retries", "2", script], {}).job_spec(1).max_user_retries == 2
 
 
-def test_audits_are_light_unless_told_otherwise(script: str) -> None:
-    assert launch_settings([script], {}).job_spec(1).sdc == "light"
-    assert launch_settings(["--sdc", "off", script], {}).job_spec(1).sdc == "off"
+def test_audits_are_off_unless_asked_for(script: str) -> None:
+    assert launch_settings([script], {}).job_spec(1).sdc == "off"
+    assert launch_settings(["--sdc", "light", script], {}).job_spec(1).sdc == "light"
 
 
 def test_two_replicas_are_the_default(script: str) -> None:

@@ -64,7 +64,7 @@ class GradientNorms(Audit, GradientReader):
         self._norms: list[torch.Tensor] = []  # of the running step
         self._kept: dict[int, torch.Tensor] = {}  # by group, of the steps since the last exchange
         self._exchanged_step = 0
-        # All ranks agree in their first step on the size of a step's vector of norms, and on the last suspected step.
+        # All ranks agree in their first step on the size of a step's vector of norms, and on the next suspected step.
         self._size: int | None = None
         self._suspected_step = -1
         self._deviations: deque[float] = deque(maxlen=REMEMBERED)
@@ -87,7 +87,7 @@ class GradientNorms(Audit, GradientReader):
             return
         self.close()
         if self._size is None:
-            self._agree()
+            self._agree(step)
             self._exchanged_step = step
         self._kept[step] = self._grouped()
         if step - self._exchanged_step < STEPS_BETWEEN_EXCHANGES and step != self._suspected_step:
@@ -116,9 +116,10 @@ class GradientNorms(Audit, GradientReader):
         self._is_reading = False
         self._tap.close(self)
 
-    def _agree(self) -> None:
+    def _agree(self, step: int) -> None:
         """Agree with all ranks on what each needs to know of the others; a new rank has suspected nobody yet."""
-        mine = torch.tensor([len(self._norms), max(_suspected, default=-1)], device=self.setup.device)
+        suspected = min((one for one in _suspected if one >= step), default=-1)
+        mine = torch.tensor([len(self._norms), suspected], device=self.setup.device)
         with self.waiting():
             dist.all_reduce(mine, op=dist.ReduceOp.MAX)
         size, self._suspected_step = mine.tolist()

@@ -236,6 +236,16 @@ def test_suspicion_repeats_a_step_once() -> None:
     assert "its data is the likely cause" in audits(effects, "audit.suspicion")[0]
 
 
+def test_suspicion_without_an_older_version_costs_nothing() -> None:
+    fleet = _fleet()
+    newest = _commit(fleet)
+    words = {"link": AuditLink.GRADIENT_NORM, "unit": "gradients", "expects_arbiter": False}
+    effects = fleet.audit(2, newest.step, "", "", **words)
+    assert not generations(effects)
+    assert f"no version from before step {newest.step} is known" in audits(effects, "audit.suspicion")[0]
+    assert fleet.state.job_runtime["job"].commits.committed_version == newest
+
+
 def test_missing_statements_repeat_a_step_once() -> None:
     fleet = _fleet()
     first = _commit(fleet)
