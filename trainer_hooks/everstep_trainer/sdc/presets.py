@@ -35,8 +35,8 @@ class LinkOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 OFF = LinkOptions()
 
-# The shares of a preset add up to less than it may cost: 0.7, 3 and 20 % of a step. An audit of COLLECTIVE was seen to
-# delay a step by half as much again as its own work takes. GRADIENT_NORM reads the gradients once, which its share
+# The shares of a preset add up to what it may cost at most: 0.7, 3 and 20 % of a step. An audit of COLLECTIVE was seen
+# to delay a step by half as much again as its own work takes. GRADIENT_NORM reads the gradients once, which its share
 # allows in every step of most models. CHECKPOINT runs beside training, so it does not count.
 PRESETS: Mapping[SdcPreset, Mapping[AuditLink, LinkOptions]] = {
     "off": {},
