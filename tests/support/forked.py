@@ -48,7 +48,7 @@ from tests.support import dying
 
 ROOT = Path(__file__).resolve().parents[2]
 DEADLINE_S = 120.0
-LONGEST_COMMAND = 4096
+LONGEST_COMMAND = 16_384
 """Bytes that the command line and the environment of a forked program may have more than the fork server's own
 (``programs.show_command``)."""
 ROOM = "EVERSTEP_TEST_ROOM"
