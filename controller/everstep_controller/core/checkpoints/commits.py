@@ -324,12 +324,12 @@ def roll_back_to_clean(transition: Transition, job: JobRecord) -> str:
     return f"nothing newer than version {clean}, the newest known to be clean, is restored"
 
 
-def knows_version_before(transition: Transition, job: JobRecord, step: int) -> bool:
-    """Return whether ``roll_back_before`` without ``to_audited`` would find a version to restore."""
+def newest_version_before(transition: Transition, job: JobRecord, step: int) -> Version | None:
+    """Return the newest known version from before ``step``, audited or not."""
     live, commits = transition.state.job_runtime[job.job], job.commits
     kept = (one.version for one in (commits.audited, commits.audit_candidate) if one is not None)
     known = (live.commits.committed_version, live.commits.verified_version, *kept)
-    return any(version is not None and version.step < step for version in known)
+    return max((version for version in known if version is not None and version.step < step), default=None)
 
 
 def roll_back_before(transition: Transition, job: JobRecord, step: int, *, to_audited: bool = True) -> str:
@@ -342,11 +342,8 @@ def roll_back_before(transition: Transition, job: JobRecord, step: int, *, to_au
     live, commits = transition.state.job_runtime[job.job], job.commits
     live.commits.seals = {}
     kept = [one for one in (commits.audited, commits.audit_candidate) if one is not None and one.version.step < step]
-    if to_audited and kept:
-        ceiling = kept[0].version
-    else:
-        known = (live.commits.committed_version, live.commits.verified_version, *(one.version for one in kept))
-        ceiling = max((v for v in known if v is not None and v.step < step), default=NO_VERSION)
+    newest = newest_version_before(transition, job, step) or NO_VERSION
+    ceiling = kept[0].version if to_audited and kept else newest
     if commits.restore_ceiling is not None:
         ceiling = min(ceiling, commits.restore_ceiling)
     record = next((one for one in kept if one.version == ceiling), None)

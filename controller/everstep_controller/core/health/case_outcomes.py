@@ -6,7 +6,7 @@ from everstep.vocabulary import Action, AuditRole, Decision, Finding, FindingKin
 from everstep.wire.v1.training import AuditStatement, GenerationSpec, ProbeFinished, VersionSealed
 from everstep_controller.core.checkpoints.commits import (
     DigestVote,
-    knows_version_before,
+    newest_version_before,
     record_seal,
     roll_back_before,
     roll_back_to_clean,
@@ -383,7 +383,7 @@ def _repeat_step(transition: Transition, job: JobRecord, case: AuditCase, senten
         words = f"{sentence}; step {step} was computed again before: its data is the likely cause, and the job goes on"
         transition.audit("audit.suspicion", words, job=job.job, generation=case.key.generation)
         return
-    if not to_audited and not knows_version_before(transition, job, step):
+    if not to_audited and newest_version_before(transition, job, step) is None:
         words = (
             f"{sentence}; no version from before step {step} is known, so the job goes on: a suspicion proves nothing"
         )
