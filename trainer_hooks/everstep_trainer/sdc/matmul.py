@@ -38,6 +38,7 @@ from everstep_trainer.sdc.checksums import (
 )
 from everstep_trainer.sdc.digests.digest import tensor_digest, to_hex
 from everstep_trainer.sdc.recompute import eager_leaf_modules
+from everstep_trainer.state.python_value_codec import as_bytes, dtype_name
 
 log = logging.getLogger(__name__)
 
@@ -85,8 +86,6 @@ class Matmul(Audit):
                 linear.watch()
 
     def before_update(self, step: int, *, due: bool) -> None:
-        if not self._is_watching:
-            return
         suspects = self._suspects
         self.close()
         if not suspects:
@@ -162,20 +161,16 @@ def capture_wrong_product(work: str, patch: Patch) -> WrongProduct | None:
     rows = min(len(patch.left), MAX_OPERAND_BYTES // (inner * patch.left.element_size()))
     if not rows or inner * columns * patch.right.element_size() > MAX_OPERAND_BYTES:
         return None
-    left, right = (
-        one.cpu().contiguous().view(torch.uint8).numpy().tobytes() for one in (patch.left[:rows], patch.right)
-    )
-    dtype: Any = str(patch.left.dtype).removeprefix("torch.")
-    allows_tf32 = patch.left.is_cuda and torch.backends.cuda.matmul.allow_tf32
+    dtype: Any = dtype_name(patch.left.dtype)
     return WrongProduct(
         work=work,
         dtype=dtype,
         rows=rows,
         inner=inner,
         columns=columns,
-        left=left,
-        right=right,
-        allows_tf32=allows_tf32,
+        left=as_bytes(patch.left[:rows]),
+        right=as_bytes(patch.right),
+        allows_tf32=patch.left.is_cuda and torch.backends.cuda.matmul.allow_tf32,
     )
 
 
