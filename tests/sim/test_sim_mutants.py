@@ -26,6 +26,13 @@ def test_mutant_is_detected(mutant: Mutant) -> None:
     assert sighting.outcome is not None, f"{mutant.name}: nobody saw it in {sighting.worlds} worlds"
 
 
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name.replace(" ", "_"))
+def test_mutant_can_be_applied(mutant: Mutant) -> None:
+    """Notice at once when the text that a mutant changes is gone, also for mutants that are hunted only at night."""
+    with mutant.apply():
+        pass
+
+
 def test_mutant_list_has_at_least_fifteen() -> None:
     assert len({mutant.name for mutant in MUTANTS}) >= 15
 

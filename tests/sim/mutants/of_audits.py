@@ -11,7 +11,7 @@ from tests.sim.mutants.surgery import method_mistaken, mistaken, swapped
 OF_AUDITS: tuple[Mutant, ...] = (
     Mutant(
         "after a conviction the newest committed version is restored",
-        lambda: mistaken(commits.roll_back_before, "if to_audited and kept:", "if False:"),
+        lambda: mistaken(commits.roll_back_before, "if to_audited and kept else", "if False else"),
         seeds=(16,),
     ),
     Mutant(
