@@ -59,6 +59,9 @@ class AuditChain:
             audit.link: _Rotation(audit, first_step - 1, rotations) for audit in self._audits if audit.rounds
         }
         self._clean_since = first_step - 1
+        # Number of the next update. The schedule counts updates: where gradients are accumulated over several steps, a
+        # due link stays due until the step with the update, since it might otherwise never be due in one.
+        self._update_number = first_step
         self._due: frozenset[AuditLink] = frozenset()  # in the running step
         self._finished: deque[_FinishedStep] = deque()  # steps whose costs a GPU has not told yet
         self._step_began = 0.0
@@ -76,8 +79,10 @@ class AuditChain:
             self._unmeasured = None
             self._record_costs()
         self._step_began = now
-        self._due = frozenset(audit.link for audit in self._audits if self._schedule.is_due(audit.link, step))
-        self._is_measured = bool(self._due) or step % IDLE_STEPS_PER_MEASURE == 0
+        self._due = frozenset(
+            audit.link for audit in self._audits if self._schedule.is_due(audit.link, self._update_number)
+        )
+        self._is_measured = bool(self._due) or self._update_number % IDLE_STEPS_PER_MEASURE == 0
         if self._is_measured:
             for audit in self._audits:
                 audit.meter.take()  # of steps that were not measured, or had no update
@@ -93,8 +98,8 @@ class AuditChain:
         for audit in self._audits:
             with self._cost_of(audit):
                 audit.before_update(step, due=audit.link in self._due)
-        if self._schedule.is_agreement_due(step):
-            self._agree(step)
+        if self._schedule.is_agreement_due(self._update_number):
+            self._agree()
 
     def step_finished(self, step: int) -> None:
         """Check after all updates of ``step``. A collective."""
@@ -107,7 +112,8 @@ class AuditChain:
             if due and audit.link in self._rotations and step != self._mismatch_step:
                 self._rotations[audit.link].record(step)
         measured = self._audits if self._is_measured else ()
-        self._unmeasured = step, {audit.link: audit.meter.take() for audit in measured}
+        self._unmeasured = self._update_number, {audit.link: audit.meter.take() for audit in measured}
+        self._update_number += 1
         if self._due & self._rotations.keys():
             self._report_clean()
 
@@ -128,12 +134,12 @@ class AuditChain:
     def _record_costs(self) -> None:
         """Record the costs of finished steps as far as they are known."""
         while self._finished:
-            step, seconds, due, readings = self._finished[0]
+            number, seconds, due, readings = self._finished[0]
             costs = {link: cost for link, reading in readings.items() if (cost := reading.cost()) is not None}
             if len(costs) < len(readings):
                 return
             self._finished.popleft()
-            self._schedule.record_step(step, seconds, costs, due)
+            self._schedule.record_step(number, seconds, costs, due)
 
     def _report_clean(self) -> None:
         found = [rotation.clean_since for rotation in self._rotations.values() if rotation.parts]
@@ -144,11 +150,11 @@ class AuditChain:
             self._clean_since = clean_since
             self._on_clean(clean_since)
 
-    def _agree(self, step: int) -> None:
+    def _agree(self) -> None:
         measures = torch.tensor(self._schedule.measures(), dtype=torch.float64, device=self._setup.device)
         if self._setup.world_size > 1:
             dist.all_reduce(measures, op=dist.ReduceOp.MAX)
-        agreed = self._schedule.adopt(measures.tolist(), step)
+        agreed = self._schedule.adopt(measures.tolist(), self._update_number)
         if self._setup.rank == 0:
             described = ", ".join(
                 f"{audit.link} every {each}" for audit, each in zip(self._audits, agreed, strict=True)
@@ -160,9 +166,9 @@ _UNMEASURED = nullcontext()
 
 
 class _FinishedStep(NamedTuple):
-    """A step, its whole time, the links that audited in it, and what was measured of all links."""
+    """A step with an update, its whole time, the links that audited in it, and what was measured of all links."""
 
-    step: int
+    update_number: int
     seconds: float
     due: frozenset[AuditLink]
     readings: Mapping[AuditLink, StepReading]

@@ -83,7 +83,7 @@ class _LinkCost:
 
 
 class AuditSchedule:
-    """The intervals of one generation. ``first_step``: its first step."""
+    """The intervals of one generation. Only steps with an update count. ``first_step``: the number of the first."""
 
     def __init__(self, options: Mapping[AuditLink, LinkOptions], first_step: int) -> None:
         self._first_step = first_step

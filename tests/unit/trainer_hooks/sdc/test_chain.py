@@ -140,6 +140,19 @@ def test_chain_calls_each_point_once_per_step() -> None:
     assert audit.calls == [(point, 1, True) for point in points] + [(point, 2, False) for point in points]
 
 
+def test_due_link_waits_for_a_step_with_an_update() -> None:
+    """Gradients are accumulated over eight steps of the run, and the interval is eight, too."""
+    audit = _CountingAudit(rounds=1)
+    chain = AuditChain([audit], {AuditLink.STATE: LinkOptions(interval=8)}, SETUP, 1, lambda step: None)
+    for step in range(1, 81):
+        chain.begin_step(step)
+        if step % 8 == 0:
+            chain.before_update(step)
+        chain.step_finished(step)
+    assert [step for point, step, due in audit.calls if point == "after" and due] == [8, 72]
+    assert [step for point, step, due in audit.calls if point == "begin" and due] == [*range(1, 9), *range(65, 73)]
+
+
 def test_clean_rotations_are_reported_by_their_start() -> None:
     clean: list[int] = []
     audit = _CountingAudit(rounds=3)
