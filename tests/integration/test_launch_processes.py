@@ -134,8 +134,12 @@ def test_launcher_forwards_signals_only_to_handling_ranks(agent: FakeAgent, scri
         for local_rank in (0, 1):
             launcher.eventually((script.parent / f"ready-{local_rank}").exists, "a handler where there is to be one")
         below = launcher.descendants()
-        os.killpg(launcher.pid, signal.SIGUSR1)
-        launcher.eventually((script.parent / "noted-1").exists, "the notice")
+
+        def noted() -> bool:  # the launcher may learn of a rank only after the rank has run its first lines
+            os.killpg(launcher.pid, signal.SIGUSR1)
+            return (script.parent / "noted-1").exists()
+
+        launcher.eventually(noted, "the notice")
         launcher.process.send_signal(signal.SIGUSR2)
         launcher.eventually(lambda: "SIGUSR2 is ignored" in launcher.err, "the word that nobody handles it")
         assert all(map(is_running, below))
