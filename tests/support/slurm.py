@@ -21,6 +21,9 @@ from tests.support.processes import ended
 
 NODE = "n1"
 DEADLINE_S = 90.0
+BOOT_ROUNDING_S = 3.0
+"""More seconds between two boots than must show in their times: Slurm cuts clock and uptime to whole seconds, and the
+time of a boot right after a full second came out a second too early."""
 LOOK_S = 0.2
 """Seconds between looks at a state: each starts a process of Slurm's."""
 
@@ -133,7 +136,7 @@ class Cluster:
         told from the last one; then it boots."""
         _until(lambda: self.reboots() > told_before, self)
         booted = parse_node(self.shown(TZ="UTC")).booted_at
-        _until(lambda: SYSTEM_CLOCK.wall() > booted + BOOT_JITTER_S + 1, self)
+        _until(lambda: SYSTEM_CLOCK.wall() > booted + BOOT_JITTER_S + BOOT_ROUNDING_S, self)
         self.boot()
 
     def reboots(self) -> int:
