@@ -449,6 +449,7 @@ class Training:
     ) -> float:
         """Train one step; return this rank's loss. ``offset``: of the chain's step numbers."""
         if chain is not None:
+            chain._update_number = step + offset  # runs leave out steps, and go back
             chain.begin_step(step + offset)
         seed_step(seed, step, self.rank)
         inputs, targets = batch_of(self.config.model, seed, step, self.rank)

@@ -42,6 +42,7 @@ def test_bench_records_injections(tmp_path: Path) -> None:
         assert record["activations"] > 0
         assert record["changed_step"] == 3  # the fault's first step, and no audit changed anything before it
         assert record["honest_convicted"] == []
+    assert any(record["caught_by"] == "matmul" for record in records.values())
     assert Store(tmp_path).records(f"{CONFIG.name}/clean/standard")[0]["alarms"] == 0
     assert list(story.replaced) == [2]
     assert len(story.reports) == 2, "a strike goes back, and a second one replaces the node"
