@@ -2,7 +2,8 @@
 
 After the update of a due step a part of them is digested, and digested again right before the next update. Successive
 audits go through all of them. torch counts writes to tensors, and what it saw written to is not compared. Writes that
-it does not count are recognised by their extent: they reach several ranks, or many tensors of one.
+it does not count are recognised by their extent: they reach several ranks, or many tensors of one. The latter may also
+be failing memory: the log says so, and nobody is accused.
 
 A rank states its own contradiction, so no other rank repeats anything. The comparison of GPU memory is read in the next
 step: no audit waits for a GPU.
@@ -38,6 +39,15 @@ BUNDLED_TENSORS = 32
 ASSUMED_STATE = 2
 """Tensors of state that an optimizer will make for each parameter, while it has none."""
 MAX_NAMED = 3
+_BY_THE_PROGRAM = (
+    "%s changed between two updates, and torch counted no write: the program writes past it, so these tensors are not "
+    "audited. Call run.before_update() before such writes"
+)
+_ON_ONE_RANK = (
+    "%s changed between two updates on this rank alone, and torch counted no write: either the program writes past it "
+    "here, or this rank's memory fails. These tensors are not audited any more. If the program does write here, call "
+    "run.before_update() before; otherwise test the node"
+)
 
 
 class _Piece(NamedTuple):
@@ -223,10 +233,9 @@ class StateAudit(Audit):
         if is_programs:
             names = {piece.name for unit in units for piece in unit}
             if not self._written:
+                is_on_one_of_many = outcome.ranks.item() == 1 < self.setup.world_size
                 log.warning(
-                    "%s changed between two updates, and torch counted no write: the program writes past it, so these "
-                    "tensors are not audited. Call run.before_update() before such writes",
-                    list_names(sorted(names), MAX_NAMED),
+                    _ON_ONE_RANK if is_on_one_of_many else _BY_THE_PROGRAM, list_names(sorted(names), MAX_NAMED)
                 )
             self._written |= names
             return

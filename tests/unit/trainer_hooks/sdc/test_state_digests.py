@@ -17,14 +17,14 @@ from everstep.vocabulary import AuditLink
 class Loop:
     """A model that is trained with an audit of its memory in each step."""
 
-    def __init__(self) -> None:
+    def __init__(self, world_size: int = 1) -> None:
         self.model = nn.Sequential(nn.Linear(150, 200), nn.BatchNorm1d(200), nn.Linear(200, 1))
         self.optimizer = optim.AdamW(self.model.parameters(), lr=1e-3)
         self.reported: list[Mismatch] = []
         setup = AuditSetup(
             rank=0,
-            world_size=1,
-            nodes=("node-0",),
+            world_size=world_size,
+            nodes=tuple(f"node-{rank}" for rank in range(world_size)),
             device=torch.device("cpu"),
             objects={"model": self.model, "optimizer": self.optimizer},
             has_replica_per_rank=True,
@@ -104,6 +104,22 @@ def test_uncounted_writes_to_many_tensors_are_the_programs(caplog: pytest.LogCap
     loop.run(2)
     assert not loop.reported
     assert caplog.text.count("the program writes past it") == 1
+
+
+@pytest.mark.parametrize(("others", "is_hint"), [(0, True), (2, False)])
+def test_many_changes_on_one_rank_hint_at_its_memory(
+    others: int, is_hint: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """``others``: ranks besides this one that saw changes."""
+    monkeypatch.setattr(state_digests.dist, "all_reduce", lambda ranks: ranks.add_(others))
+    loop = Loop(world_size=4)
+    loop.run(2)
+    for tensor in loop.tensors():
+        corrupt(tensor)
+    loop.run()
+    assert not loop.reported
+    assert ("on this rank alone" in caplog.text) is is_hint
+    assert ("the program writes past it, so" in caplog.text) is not is_hint
 
 
 def test_parts_cover_the_state_within_the_promised_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
