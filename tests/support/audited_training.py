@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -23,6 +24,8 @@ FAULTY_RANK = 2
 FAULTY_STEP = 31
 STEPS = 36
 REPEATED_FROM = FAULTY_STEP - 3
+ODD_TARGETS = {"odd batch": 1e4, "batch of NaN": math.nan}
+"""Samples of the faulty step, by fault: no fault, as they are the same when the step is repeated."""
 _kept: dict[str, Any] = {}
 """The state before step REPEATED_FROM in this process."""
 
@@ -77,7 +80,7 @@ def train_with_fault(rank: int, world: int, layout: str, fault: str, links: Any)
     with _spoiled_transport(active, fault) if fault in ("transport", "sending") else nullcontext():
         trained = _train(rank, world, layout, fault, session, active, links, 1)
     repeated = None
-    if fault in ("gradient", "odd batch"):
+    if fault in ("gradient", *ODD_TARGETS):
         active.is_on = False
         repeated = RecordingSession(world, REPEATED_FROM)
         _train(rank, world, layout, fault, repeated, active, links, REPEATED_FROM)
@@ -138,8 +141,8 @@ def _train(
         if first == 1 and step == REPEATED_FROM:
             _kept.update(copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()}))
         data, target = batch_of(rank, step)
-        if fault == "odd batch" and rank == FAULTY_RANK and step == FAULTY_STEP:
-            target = target * 1e4
+        if fault in ODD_TARGETS and rank == FAULTY_RANK and step == FAULTY_STEP:
+            target = target * ODD_TARGETS[fault]
         optimizer.zero_grad()
         flip = parameters[2].register_post_accumulate_grad_hook(
             partial(_flip_gradient, bool(active) and fault == "rest")

@@ -180,7 +180,8 @@ class GradientNorms(Audit, GradientReader):
 
     def _compare_repetition(self, step: int, before: torch.Tensor, everyones: torch.Tensor) -> None:
         """Report this rank if its norms changed in the repetition of a step and those of all others did not."""
-        changed = (before != everyones).any(dim=1).nonzero().flatten().tolist()
+        differs = (before != everyones) & ~(before.isnan() & everyones.isnan())  # samples may give NaN each time
+        changed = differs.any(dim=1).nonzero().flatten().tolist()
         if not changed:
             log.warning("step %d was repeated: its unusual gradients come from its samples, not from hardware", step)
         if changed == [self.setup.rank]:

@@ -16,7 +16,7 @@ from everstep_trainer.sdc.gradients.gradient_exchange import GradientTap
 
 from bench.sdc.judging import Outcome, Statement, judge_all
 from everstep.vocabulary import AuditLink, AuditRole
-from tests.support.audited_training import FAULTY_RANK, FAULTY_STEP, train_with_fault
+from tests.support.audited_training import FAULTY_RANK, FAULTY_STEP, ODD_TARGETS, train_with_fault
 from tests.support.kept_ranks import KeptRanks
 
 WORLD = 4
@@ -45,8 +45,9 @@ def test_outlying_gradient_is_suspected_and_repeated(kept_ranks, layout, interva
     assert proof.original != proof.digest
 
 
-def test_unusual_batch_is_no_fault_once_repeated(kept_ranks):
-    told = train(kept_ranks, "ddp", "odd batch")
+@pytest.mark.parametrize("batch", ODD_TARGETS)
+def test_unusual_batch_is_no_fault_once_repeated(kept_ranks, batch):
+    told = train(kept_ranks, "ddp", batch)
     assert [rank for rank, _ in statements(told)] == [FAULTY_RANK]
     assert not statements(told, "repeated")
 
