@@ -223,20 +223,19 @@ class StateAudit(Audit):
         if self._outcome is None:
             return
         outcome, self._outcome = self._outcome, None
-        if not outcome.ranks.item():
+        ranks = int(outcome.ranks.item())
+        if not ranks:
             return
         where = [number for number, differs in enumerate(outcome.differs.tolist()) if differs]
         if not where:
             return
         units = [outcome.watched[number].unit for number in where]
-        is_programs = outcome.ranks.item() > 1 or 4 * len(where) > max(4, len(outcome.watched))
+        is_programs = ranks > 1 or 4 * len(where) > max(4, len(outcome.watched))
         if is_programs:
             names = {piece.name for unit in units for piece in unit}
             if not self._written:
-                is_on_one_of_many = outcome.ranks.item() == 1 < self.setup.world_size
-                log.warning(
-                    _ON_ONE_RANK if is_on_one_of_many else _BY_THE_PROGRAM, list_names(sorted(names), MAX_NAMED)
-                )
+                words = _ON_ONE_RANK if ranks == 1 < self.setup.world_size else _BY_THE_PROGRAM
+                log.warning(words, list_names(sorted(names), MAX_NAMED))
             self._written |= names
             return
         for number in where:
