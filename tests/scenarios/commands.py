@@ -187,6 +187,8 @@ def _audit(fleet: CoreFleet, words: Words, options: Options) -> None:
         more["unit"] = more["unit"].replace("_", " ")
     if "difference" in more:
         more["difference"] = more["difference"].replace("_", " ")
+    if "wrong_results" in options:
+        more["wrong_results"] = int(options["wrong_results"])
     if "link" in options:
         more["link"] = AuditLink(options["link"])
     used, again = options.get("used", ""), options.get("again", "")

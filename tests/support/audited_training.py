@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -21,25 +22,39 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 FAULTY_RANK = 2
+OTHER_RANK = 3
+"""The rank whose place the faulty rank takes after an exchange of seats."""
 FAULTY_STEP = 31
-STEPS = 36
+STEPS = 40
 REPEATED_FROM = FAULTY_STEP - 3
-ODD_TARGETS = {"odd batch": 1e4, "batch of NaN": math.nan}
-"""Samples of the faulty step, by fault: no fault, as they are the same when the step is repeated."""
+SPOILED_GRADIENTS = {
+    "gradient": 1e6,
+    "NaN gradient": math.nan,
+    "permanent NaN gradient": math.nan,
+    "overflow under a scaler": math.inf,
+    "NaN in one row": math.nan,
+}
+"""By fault, what an element of a gradient becomes in the faulty step. Only permanent faults repeat it."""
+REFUSED_LOSSES = ("loss of NaN",)
+"""Faults that make the loss NaN from the faulty step on, in training under a guard."""
+ODD_TARGETS = {"odd batch": 1e4, "batch of NaN": math.nan, "batches of NaN": math.nan}
+"""Samples of the faulty step, by fault: no fault, as they are the same when the step is repeated. The last one is the
+fault of all ranks."""
+_groups = itertools.count()
 _kept: dict[str, Any] = {}
-"""The state before step REPEATED_FROM in this process."""
+"""The state in this process before the steps that are repeated."""
 
 
 class RecordingSession(TrainingSession):
     """Keeps statements, begins at ``first_step``."""
 
     def __init__(self, world: int, first_step: int = 1) -> None:
-        self._world, self._first_step = world, first_step
+        self._world, self.first_step = world, first_step
         self.mismatches: list[Mismatch] = []
         self.clean_since: list[int] = []
 
     def track(self, objects: Any, options: Any) -> int:
-        return self._first_step - 1
+        return self.first_step - 1
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -74,24 +89,47 @@ class FaultyAt:
         return self.is_on and self.step == FAULTY_STEP
 
 
-def train_with_fault(rank: int, world: int, layout: str, fault: str, links: Any) -> dict[str, Any]:
-    """Train on one rank. Under the fault "gradient", a suspected step is trained once more, in another run."""
+def train_with_fault(
+    rank: int,
+    world: int,
+    layout: str,
+    fault: str,
+    links: Any,
+    repetitions: Sequence[str] = (),
+    repeated_from: int = REPEATED_FROM,
+) -> dict[str, Any]:
+    """Train on one rank, and then repeat steps before and after the faulty one in further generations.
+
+    Args:
+        repetitions: The seats in each of them, "same seats" or "exchanged seats".
+        repeated_from: The first step of each.
+    """
     active, session = FaultyAt(rank), RecordingSession(world)
     with _spoiled_transport(active, fault) if fault in ("transport", "sending") else nullcontext():
-        trained = _train(rank, world, layout, fault, session, active, links, 1)
-    repeated = None
-    if fault in ("gradient", *ODD_TARGETS):
-        active.is_on = False
-        repeated = RecordingSession(world, REPEATED_FROM)
-        _train(rank, world, layout, fault, repeated, active, links, REPEATED_FROM)
+        trained = _train(rank, world, layout, fault, session, active, links, repeated_from)
+    said = [session.mismatches]
+    active.is_on &= fault.startswith("permanent")
+    for seats in repetitions:
+        repeated = RecordingSession(world, repeated_from)
+        with _exchanged_seats(rank, world) if seats == "exchanged seats" else nullcontext(rank) as now:
+            _train(now, world, layout, fault, repeated, active, links, repeated_from)
+        said.append(repeated.mismatches)
     _kept.clear()
-    gradient_norms._suspected.clear()
-    return {
-        "mismatches": session.mismatches,
-        "clean_since": session.clean_since,
-        "repeated": repeated.mismatches if repeated is not None else [],
-        "parameters": trained,
-    }
+    gradient_norms.to_repeat.clear()
+    return {"mismatches": said, "clean_since": session.clean_since, "parameters": trained}
+
+
+@contextmanager
+def _exchanged_seats(rank: int, world: int) -> Iterator[int]:
+    """Let this process and all others be ranks of a new process group; yield its rank, which two have exchanged."""
+    exchanged = {FAULTY_RANK: OTHER_RANK, OTHER_RANK: FAULTY_RANK}.get(rank, rank)
+    store = dist.distributed_c10d._get_default_store()
+    number = next(_groups)
+    for name, now in (("exchanged", exchanged), ("as before", rank)):
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.PrefixStore(f"{name}/{number}", store), rank=now, world_size=world)
+        if name == "exchanged":
+            yield now
 
 
 @contextmanager
@@ -115,8 +153,16 @@ def _spoiled_transport(active: FaultyAt, fault: str) -> Iterator[None]:
 
 
 def _train(
-    rank: int, world: int, layout: str, fault: str, session: RecordingSession, active: FaultyAt, links: Any, first: int
+    rank: int,
+    world: int,
+    layout: str,
+    fault: str,
+    session: RecordingSession,
+    active: FaultyAt,
+    links: Any,
+    repeated_from: int,
 ) -> list[torch.Tensor]:
+    first = session.first_step
     run = Run(RankContext(rank=rank, world_size=world, mesh=lambda: init_device_mesh("cpu", (world,))), session)
     model: nn.Module = tiny_model()
     if layout == "fsdp2":
@@ -125,33 +171,45 @@ def _train(
         fully_shard(model)
     else:
         model = run.replicate(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    has_scaler = fault.endswith("under a scaler")
+    scaler = torch.amp.GradScaler("cpu", enabled=has_scaler)
+    # a fused optimizer is called also if the scaler leaves the update out
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=has_scaler)
     parameters = list(model.parameters())
     layers: Any = model.module if layout == "ddp" else model
-    if fault == "gradient":
-        layers[2].register_forward_hook(partial(_spoil_backward, active))
+    if fault in SPOILED_GRADIENTS:
+        # the first layer has no input gradient, so that only one row of its weight becomes NaN, and one shard of that
+        spoiled = layers[0 if fault == "NaN in one row" else 2]
+        spoiled.register_forward_hook(partial(_spoil_backward, active, SPOILED_GRADIENTS[fault]))
     if fault == "own hook":  # changes gradients as a program may
         parameters[2].register_post_accumulate_grad_hook(_halve_gradient)
     if first > 1:
         model.load_state_dict(_kept["model"])
-        optimizer.load_state_dict(_kept["optimizer"])
+        optimizer.load_state_dict(copy.deepcopy(_kept["optimizer"]))  # an optimizer uses the loaded tensors
+    guard = run.guard(max_refusals=STEPS) if fault in REFUSED_LOSSES else None
     run.track(model=model, optimizer=optimizer, sdc="off", sdc_links=links)
-    for step in run.steps(until=first + STEPS - 1 if first == 1 else FAULTY_STEP + 1):
+    for step in run.steps(until=STEPS if first == 1 else FAULTY_STEP + 2):
         active.step = step
-        if first == 1 and step == REPEATED_FROM:
+        if first == 1 and step == repeated_from:
             _kept.update(copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()}))
         data, target = batch_of(rank, step)
-        if fault in ODD_TARGETS and rank == FAULTY_RANK and step == FAULTY_STEP:
+        is_odd = fault in ODD_TARGETS and (rank == FAULTY_RANK or fault == "batches of NaN")
+        if is_odd and step == FAULTY_STEP:
             target = target * ODD_TARGETS[fault]
         optimizer.zero_grad()
         flip = parameters[2].register_post_accumulate_grad_hook(
             partial(_flip_gradient, bool(active) and fault == "rest")
         )
-        nn.functional.mse_loss(model(data), target).backward()
+        loss = nn.functional.mse_loss(model(data), target)
+        if fault in REFUSED_LOSSES and active.is_on and step >= FAULTY_STEP:
+            loss = loss * math.nan
+        scaler.scale(loss).backward()
         flip.remove()
         if active and fault == "result":
             parameters[0].grad.view(torch.int32).view(-1)[0] ^= 1  # type: ignore[union-attr]
-        optimizer.step()
+        if guard is None or guard.allows(loss):
+            scaler.step(optimizer)
+            scaler.update()
     run.close()
     return [parameter.detach().clone() for parameter in parameters] if layout == "ddp" else []
 
@@ -166,12 +224,12 @@ def _flip_gradient(active: bool, parameter: torch.Tensor) -> None:
         parameter.grad.view(torch.int32).view(-1)[7] ^= 1
 
 
-def _spoil_backward(active: FaultyAt, _: nn.Module, __: Any, output: torch.Tensor) -> None:
+def _spoil_backward(active: FaultyAt, value: float, _: nn.Module, __: Any, output: torch.Tensor) -> None:
     if active:
-        output.register_hook(_spoil)
+        output.register_hook(partial(_spoil, value))
 
 
-def _spoil(gradient: torch.Tensor) -> torch.Tensor:
+def _spoil(value: float, gradient: torch.Tensor) -> torch.Tensor:
     spoiled = gradient.clone()
-    spoiled.view(-1)[3] = 1e6
+    spoiled.view(-1)[3] = value
     return spoiled

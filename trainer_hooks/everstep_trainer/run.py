@@ -542,9 +542,14 @@ class Run:
         )
         session, log_fields = self._session, {"generation": self.generation, "rank": self.rank}
         self._guard = LossGuard(
-            self.mean, self._on_all_ranks, session.before_update, session.report_loss_refused, options, log_fields
+            self.mean, self._on_all_ranks, session.before_update, self._handle_refusal, options, log_fields
         )
         return self._guard
+
+    def _handle_refusal(self, data_step: int, message: str) -> None:
+        self._session.report_loss_refused(data_step, message)
+        if self._audits is not None:
+            self._audits.update_refused(self._finished_step + 1)
 
     def _on_all_ranks(self, here: bool) -> bool:
         if not self.distributed:

@@ -530,10 +530,12 @@ class JobFailures(msgspec.Struct, kw_only=True):
     recomputed_steps: dict[int, GenerationNumber] = {}
     """Steps that the job went back to compute again without a culprit, with the generation that ended for it. Each is
     computed again once: a second time the data is the likely cause. The newest ``MAX_RECOMPUTED_STEPS``."""
+    searched_steps: dict[int, GenerationNumber] = {}
+    """As ``recomputed_steps``, for steps from which on ranks look for the first one whose results stand out."""
 
 
 MAX_RECOMPUTED_STEPS = 64
-"""Maximum number of entries in ``JobFailures.recomputed_steps``."""
+"""Maximum number of entries in ``JobFailures.recomputed_steps`` and ``searched_steps``."""
 
 
 class VersionRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -330,6 +330,8 @@ class AuditStatement(Report, frozen=True, kw_only=True, tag=True):
         digest: The digest of what the reporter computed when it did the work again, in hex; empty if the work cannot be
             done again, as for bytes in memory.
         expects_arbiter: An arbiter does the work again, so its statement follows.
+        wrong_results: For an owner without a peer, how many results of its own stand out or are wrong. 2: those of two
+            runs with different samples. 0: some rank's results stand out, and it is not known whose.
         difference: The bits that differ, in words; empty if the reporter has not seen both results.
     """
 
@@ -343,6 +345,7 @@ class AuditStatement(Report, frozen=True, kw_only=True, tag=True):
     original: Annotated[str, msgspec.Meta(max_length=64)] = ""
     digest: Annotated[str, msgspec.Meta(max_length=64)] = ""
     expects_arbiter: bool = False
+    wrong_results: Annotated[int, msgspec.Meta(ge=0, le=2)] = 1
     difference: ShortText = ""
 
 

@@ -25,6 +25,7 @@ class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
     original: str = ""
     digest: str = ""
     expects_arbiter: bool = False
+    wrong_results: int = 1
     difference: str = ""
 
 
@@ -96,11 +97,25 @@ class Audit:
     def after_update(self, step: int, *, due: bool) -> None:
         """Check after the step's last optimizer has changed parameters, before the snapshot of the state is taken."""
 
+    def update_refused(self, step: int) -> None:
+        """Check in place of ``before_update`` and ``after_update``: a loss was bad, and all ranks leave the update out.
+
+        The guard has restored an earlier state before.
+        """
+
     def close(self) -> None:
         """Remove all hooks."""
 
     def report_own(
-        self, step: int, unit: str, *, original: str = "", digest: str = "", difference: str = "", arbiter: bool = False
+        self,
+        step: int,
+        unit: str,
+        *,
+        original: str = "",
+        digest: str = "",
+        difference: str = "",
+        arbiter: bool = False,
+        wrong_results: int = 1,
     ) -> None:
         """State that this rank's own work of ``unit`` differs; see `Mismatch`. ``arbiter``: one will state it, too."""
         self.setup.report(
@@ -113,6 +128,7 @@ class Audit:
                 original=original,
                 digest=digest,
                 expects_arbiter=arbiter,
+                wrong_results=wrong_results,
                 difference=difference,
             )
         )

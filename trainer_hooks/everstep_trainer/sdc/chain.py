@@ -101,6 +101,12 @@ class AuditChain:
         if self._schedule.is_agreement_due(self._update_number):
             self._agree()
 
+    def update_refused(self, step: int) -> None:
+        """Check in place of ``before_update``: on all ranks the guard refused the update of ``step``. A collective."""
+        for audit in self._audits:
+            with self._cost_of(audit):
+                audit.update_refused(step)
+
     def step_finished(self, step: int) -> None:
         """Check after all updates of ``step``. A collective."""
         if self._updated_step != step:  # no update: the gradients were accumulated or skipped, on all ranks

@@ -39,9 +39,10 @@ class OwnerConvicted(msgspec.Struct, frozen=True, tag=True):
 
 
 class OwnerStrike(msgspec.Struct, frozen=True, tag=True):
-    """The owner's own results differ from each other: a fault that it did not repeat."""
+    """The owner's own results differ from each other. ``strikes``: one for a fault that it did not repeat."""
 
     sentence: str
+    strikes: int = 1
 
 
 class AuditorStrike(msgspec.Struct, frozen=True, tag=True):
@@ -66,9 +67,13 @@ class Inconclusive(msgspec.Struct, frozen=True, tag=True):
 
 
 class Suspicion(msgspec.Struct, frozen=True, tag=True):
-    """The owner's results stand out from those of other ranks, which proves nothing."""
+    """The owner's results stand out from those of other ranks, which proves nothing.
+
+    ``names_owner``: False if results of some rank stand out, and it is not known of which one.
+    """
 
     sentence: str
+    names_owner: bool = True
 
 
 AuditJudgement = OwnerConvicted | OwnerStrike | AuditorStrike | Tied | Inconclusive | Suspicion
@@ -95,13 +100,15 @@ def judge(statements: Collection[AuditStatement], nodes: Mapping[Rank, NodeId]) 
         words = f"an audit of {work} found a difference, but rank {some.owner} has not stated its results"
         return Inconclusive(words, is_incomplete=True)
     if not owner.original and not owner.digest:
+        if not owner.wrong_results:
+            return Suspicion(f"a rank, still unknown, may stand out in {work}{difference}", names_owner=False)
         return Suspicion(f"rank {owner.rank} stands out from the other ranks in {work}{difference}")
     if peer is not None and arbiter is not None:
         return _Arbitration(owner, peer, arbiter, nodes, work, difference).judge()
     if (witness := peer or arbiter) is not None:
         return _judge_pair(owner, witness, nodes, work, difference)
     if owner.link in _ON_OWN_WORD or owner.digest not in ("", owner.original):
-        return OwnerStrike(f"{_own_contradiction(owner, work)}{difference}")
+        return OwnerStrike(f"{_own_contradiction(owner, work)}{difference}", max(1, owner.wrong_results))
     words = f"an audit of {work} of rank {owner.rank} found a difference, but no other rank has stated its result"
     return Inconclusive(words, is_incomplete=True)
 
@@ -111,6 +118,8 @@ def _own_contradiction(owner: AuditStatement, work: str) -> str:
         return f"{work} of rank {owner.rank} changed in memory between two updates"
     if owner.link is AuditLink.CHECKPOINT:
         return f"{work} of rank {owner.rank} differs from the state that was copied"
+    if owner.link is AuditLink.GRADIENT_NORM:
+        return f"rank {owner.rank} computed {work} wrongly{' twice' if owner.wrong_results > 1 else ''}"
     return f"rank {owner.rank} got two results for {work} (audit {owner.link})"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from everstep.ids import GenerationNumber
 from everstep.vocabulary import Action, AuditRole, Decision, Finding, FindingKind, GenerationReason, NodeState, Severity
 from everstep.wire.v1.training import AuditStatement, GenerationSpec, ProbeFinished, VersionSealed
 from everstep_controller.core.checkpoints.commits import (
@@ -274,7 +275,8 @@ def _settle_audit(transition: Transition, job: JobRecord, case: AuditCase) -> No
         case audits.OwnerConvicted():
             _convict(transition, job, case, owner, judgement.sentence)
         case audits.OwnerStrike():
-            if not _add_strike(transition, job, case, owner, judgement.sentence):
+            job.failures.recomputed_steps.pop(case.key.step, None)  # its data is not the cause
+            if not _add_strike(transition, job, case, owner, judgement.sentence, judgement.strikes):
                 _undo(transition, job, case, judgement.sentence)
         case audits.AuditorStrike():
             _add_strike(transition, job, case, case.spec.node_of(judgement.rank), judgement.sentence)
@@ -283,7 +285,7 @@ def _settle_audit(transition: Transition, job: JobRecord, case: AuditCase) -> No
         case audits.Inconclusive():
             _note_inconclusive(transition, job, case, judgement)
         case audits.Suspicion():
-            _repeat_step(transition, job, case, judgement.sentence, to_audited=False)
+            _handle_suspicion(transition, job, case, judgement)
 
 
 def _convict(
@@ -299,8 +301,10 @@ def _convict(
         _go_back(transition, job, description, roll_back_before(transition, job, case.first_bad_step))
 
 
-def _add_strike(transition: Transition, job: JobRecord, case: AuditCase, node: str, description: str) -> bool:
-    """Add a strike against the node; with enough of them convict it, and return True."""
+def _add_strike(
+    transition: Transition, job: JobRecord, case: AuditCase, node: str, description: str, count: int = 1
+) -> bool:
+    """Add ``count`` strikes against the node; with enough of them convict it, and return True."""
     record, policy = transition.state.nodes.get(node), transition.policy
     if record is None:
         return False
@@ -312,7 +316,7 @@ def _add_strike(transition: Transition, job: JobRecord, case: AuditCase, node: s
         (one.job, one.generation) == (job.job, generation) and one.at > transition.now - coalesce_s for one in strikes
     )
     if not known:
-        strikes.append(AuditStrike(transition.now, job.job, generation, description))
+        strikes += [AuditStrike(transition.now, job.job, generation, description)] * count
     record.audits.strikes = strikes[-MAX_STRIKES:]
     transition.mark_node_changed(node)
     window = format_span(policy.audit_strike_window_s)
@@ -370,41 +374,82 @@ def _note_inconclusive(transition: Transition, job: JobRecord, case: AuditCase, 
             words = f"{node}: {judgement.sentence}; no node is blamed"
             transition.add_verdict(node, Decision.NO_ACTION, words, evidence=(finding,))
     nodes = {case.spec.node_of(rank) for rank in case.statements}
-    if judgement.is_incomplete and len(nodes) > 1:  # one node alone cannot send a job back
-        _repeat_step(transition, job, case, judgement.sentence, to_audited=True)
+    if len(nodes) < 2 or not judgement.is_incomplete:  # one node alone cannot send a job back
+        return
+    if _may_repeat(transition, job, case, judgement.sentence, job.failures.recomputed_steps):
+        _undo(transition, job, case, judgement.sentence)
 
 
-def _repeat_step(transition: Transition, job: JobRecord, case: AuditCase, sentence: str, *, to_audited: bool) -> None:
-    """Compute the step again, once: if it stands out a second time, the fault is not in a node."""
-    repeated, step = job.failures.recomputed_steps, case.key.step
-    if not _is_current(job, case) or not case.is_about_parameters:
+def _handle_suspicion(transition: Transition, job: JobRecord, case: AuditCase, suspicion: audits.Suspicion) -> None:
+    """Compute the step again if a version from before it is known.
+
+    A suspected node exchanges seats with another one, which then computes the same samples: unusual results come from
+    the samples if they stay with these, and from the node if they go with it. Without a suspect, ranks check each of
+    the repeated steps, which may name one.
+    """
+    sentence, step = suspicion.sentence, case.key.step
+    if not _is_current(job, case):
         return
-    if step in repeated:
-        words = f"{sentence}; step {step} was computed again before: its data is the likely cause, and the job goes on"
-        transition.audit("audit.suspicion", words, job=job.job, generation=case.key.generation)
-        return
-    if not to_audited and newest_version_before(transition, job, step) is None:
+    if newest_version_before(transition, job, step) is None:
         words = (
             f"{sentence}; no version from before step {step} is known, so the job goes on: a suspicion proves nothing"
         )
         transition.audit("audit.suspicion", words, job=job.job, generation=case.key.generation)
         return
+    failures = job.failures
+    repeated = failures.recomputed_steps if suspicion.names_owner else failures.searched_steps
+    if _may_repeat(transition, job, case, sentence, repeated):
+        to_exchange = _choose_exchange(job, case.spec.node_of(case.key.owner)) if suspicion.names_owner else None
+        _undo(transition, job, case, sentence, to_audited=False, to_exchange=to_exchange)
+
+
+def _may_repeat(
+    transition: Transition, job: JobRecord, case: AuditCase, sentence: str, repeated: dict[int, GenerationNumber]
+) -> bool:
+    """Return whether to compute the step again, once: if it stands out a second time, the fault is not in a node."""
+    step = case.key.step
+    if not _is_current(job, case) or not case.is_about_parameters:
+        return False
+    if step in repeated:
+        cause = "its data is the likely cause, and " if repeated is job.failures.recomputed_steps else ""
+        words = f"{sentence}; step {step} was computed again before: {cause}the job goes on"
+        transition.audit("audit.suspicion", words, job=job.job, generation=case.key.generation)
+        return False
     repeated[step] = case.key.generation
     while len(repeated) > MAX_RECOMPUTED_STEPS:
         del repeated[next(iter(repeated))]
     transition.audit(
         "audit.suspicion", f"{sentence}; step {step} is computed again", job=job.job, generation=case.key.generation
     )
-    _undo(transition, job, case, sentence, to_audited=to_audited)
+    return True
+
+
+def _choose_exchange(job: JobRecord, suspect: str) -> tuple[str, str] | None:
+    """Return the suspect and the node after it in its block or, for blocks of one node, in the roster."""
+    seats, size = job.seats, job.spec.block_nodes
+    if suspect not in seats:
+        return None
+    begin = seats.index(suspect) // size * size if size > 1 else 0
+    block = seats[begin : begin + size] if size > 1 else seats
+    other = block[(block.index(suspect) + 1) % len(block)]
+    return (suspect, other) if other != suspect else None
 
 
 def _undo(
-    transition: Transition, job: JobRecord, case: AuditCase, description: str, *, to_audited: bool = True
+    transition: Transition,
+    job: JobRecord,
+    case: AuditCase,
+    description: str,
+    *,
+    to_audited: bool = True,
+    to_exchange: tuple[str, str] | None = None,
 ) -> None:
     """Go back before the wrong work, unless a regroup since has done so (``roll_back_open_cases``)."""
     if _is_current(job, case) and case.is_about_parameters:
         back = roll_back_before(transition, job, case.first_bad_step, to_audited=to_audited)
-        _go_back(transition, job, description, back)
+        if to_exchange is not None:
+            back += f"; {to_exchange[0]} and {to_exchange[1]} exchange seats"
+        _go_back(transition, job, description, back, to_exchange)
 
 
 def _is_current(job: JobRecord, case: AuditCase) -> bool:
@@ -412,10 +457,19 @@ def _is_current(job: JobRecord, case: AuditCase) -> bool:
     return not job.is_ended and running is not None and running.number == case.key.generation
 
 
-def _go_back(transition: Transition, job: JobRecord, description: str, back: str) -> None:
+def _go_back(
+    transition: Transition,
+    job: JobRecord,
+    description: str,
+    back: str,
+    to_exchange: tuple[str, str] | None = None,
+) -> None:
     if job.is_running:
         cause = RegroupCause(
-            reason=GenerationReason.CORRUPTION, sentence=f"{description}; {back}", trace=transition.trace
+            reason=GenerationReason.CORRUPTION,
+            sentence=f"{description}; {back}",
+            trace=transition.trace,
+            nodes_exchanging_seats=to_exchange,
         )
         regroup(transition, job, cause)
 

@@ -49,6 +49,8 @@ class RegroupCause(msgspec.Struct, frozen=True):
     """True if nothing is broken, so that the running generation may end at a boundary."""
     nodes_to_exclude: frozenset[str] = frozenset()
     """Nodes to leave out this time, although nothing stands against them."""
+    nodes_exchanging_seats: tuple[str, str] | None = None
+    """Two nodes that take each other's seats, and so each other's ranks."""
 
 
 def regroup(transition: Transition, job: JobRecord, cause: RegroupCause) -> None:
@@ -56,7 +58,7 @@ def regroup(transition: Transition, job: JobRecord, cause: RegroupCause) -> None
     live = transition.state.job_runtime[job.job]
     commits.roll_back_open_votes(transition, job)
     commits.roll_back_open_cases(transition, job)
-    seats = _choose_seats(transition, job, cause)
+    seats = _exchange_seats(_choose_seats(transition, job, cause), cause.nodes_exchanging_seats)
     if len(seats) < job.min_seats:
         _pause(transition, job, cause, seats)
         return
@@ -87,6 +89,14 @@ def _choose_seats(transition: Transition, job: JobRecord, cause: RegroupCause) -
         if len(seats) >= job.min_seats:
             return seats
     return current_roster(transition, job, cause.nodes_to_exclude)
+
+
+def _exchange_seats(seats: list[str], nodes: tuple[str, str] | None) -> list[str]:
+    """Return the seats with two nodes exchanged, if both have one."""
+    if nodes is None or not set(nodes) <= set(seats):
+        return seats
+    other = dict(zip(nodes, reversed(nodes), strict=True))
+    return [other.get(node, node) for node in seats]
 
 
 def _audit_data(spec: GenerationSpec, previous: Sequence[str], seats: Sequence[str]) -> dict[str, str]:

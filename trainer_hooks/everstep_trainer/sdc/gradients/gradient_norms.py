@@ -2,26 +2,36 @@
 
 A large error in one rank's gradients makes a norm that no other rank has. Each rank takes the norms in due steps, which
 needs no other rank; all ranks exchange those of the last steps together. Ranks differ in their data, so a norm is
-suspicious only if it is many times the median over ranks, and far beyond the differences seen so far. Suspicion is no
-proof: the job goes back to a version before the step and computes it again. If only the suspected rank's norms have
-changed then, its hardware erred; otherwise the batch was unusual.
+suspicious only if it is many times the median over ranks, and far beyond what other ranks had so far. Suspicion is no
+proof: the job goes back to a version before the step and computes it again, with the suspected node and another one
+in exchanged seats. If the unusual norm stays with the samples, the batch was unusual; otherwise hardware erred.
+
+NaN of one rank reaches the parameters of all ranks with the next update. If it first shows in the norms of several
+ranks, the job goes back, and norms are read in each of the repeated steps until the rank is found that was the first.
+
+All ranks must exchange in the same steps. So each decision follows from what was exchanged, or was agreed on in the
+generation's first step: a new rank remembers nothing of earlier ones.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 
 from everstep.vocabulary import AuditLink
 from everstep_trainer.parallel.exact.summation import all_gather
 from everstep_trainer.sdc.audit import Audit, AuditSetup
 from everstep_trainer.sdc.digests.digest import float_hex
 from everstep_trainer.sdc.gradients.gradient_exchange import GradientReader, GradientTap
+from everstep_trainer.state.tracked_objects import as_list
 
 log = logging.getLogger(__name__)
 
@@ -31,18 +41,77 @@ MIN_RATIO = 16.0
 """A norm is suspicious from this multiple of the median over ranks. Ranks see different samples: in small batches the
 norms of one parameter were seen to differ by up to a factor of five."""
 SPREAD_FACTOR = 3.0
-"""A deviation (of a logarithm) is suspicious from this multiple of the largest one of the last steps."""
-REMEMBERED = 256
-"""Due steps whose largest deviation is remembered."""
+"""A deviation (of a logarithm) is suspicious from this multiple of the largest one that other ranks had lately. Those
+of the rank itself do not count, as a GPU that errs often would make its errors usual."""
+CHANGED_RATIO = 4.0
+"""Norms of the same samples count as changed from this factor on, since kernels may vary a little."""
+REMEMBERED = 128
+"""Fewest due steps for which a deviation counts; it counts for twice as many at most."""
 WARMUP_STEPS = 8
 """First due steps of a generation, in which only a norm that is not finite is suspicious."""
 STEPS_BETWEEN_EXCHANGES = 16
 """Fewest steps from one exchange to the next. It costs more than the norms of one step, but can take those of many."""
+STEPS_READ_AFTER_REFUSAL = 16
+"""Steps in which norms are read after the guard refused an update."""
 MIN_RANKS = 3
 """With two ranks the median does not tell which one is unusual."""
 
-_suspected: dict[int, torch.Tensor] = {}
-"""All ranks' norms in suspected steps, by step. It outlives the generation, so that the repetition is compared."""
+
+class _SuspectedStep(NamedTuple):
+    """The norms of a suspected step, ranks x groups, the suspected rank, and whether this process was that rank."""
+
+    norms: torch.Tensor
+    owner: int
+    is_own: bool
+
+
+@dataclass
+class StepsToRepeat:
+    """What this process remembers of steps that may be computed again, in a later generation.
+
+    Attributes:
+        suspected: The suspected steps.
+        read_each_step_until: The last step in which norms are read although they are not due.
+        deviation_of_samples: The largest deviation that a repetition showed to come from samples.
+    """
+
+    suspected: dict[int, _SuspectedStep] = field(default_factory=dict)
+    read_each_step_until: int = -1
+    deviation_of_samples: float = 0.0
+
+    def clear(self) -> None:
+        self.suspected.clear()
+        self.read_each_step_until, self.deviation_of_samples = -1, 0.0
+
+
+to_repeat = StepsToRepeat()
+
+
+class _Agreement(NamedTuple):
+    """What all ranks know in a generation of earlier ones.
+
+    Attributes:
+        norms: Most gradients of a rank.
+        suspected_step: The next suspected step; -1: none.
+        suspected_rank: Its rank.
+        is_exchanged: The suspected process has another rank now, and another process has its samples.
+        read_each_step_until: As in `StepsToRepeat`.
+        deviation_of_samples: As in `StepsToRepeat`.
+    """
+
+    norms: int = 0
+    suspected_step: int = -1
+    suspected_rank: int = -1
+    is_exchanged: bool = False
+    read_each_step_until: int = -1
+    deviation_of_samples: float = 0.0
+
+
+class _Kept(NamedTuple):
+    """The norms of a step by group, and the step of the update before."""
+
+    norms: torch.Tensor
+    previous: int
 
 
 class GradientNorms(Audit, GradientReader):
@@ -60,113 +129,245 @@ class GradientNorms(Audit, GradientReader):
                 "run.replicate or fully_shard",
                 MIN_RANKS,
             )
+        # DDP forms other buckets after the first step, so norms are put into groups by the order of the parameters.
+        self._places = {id(parameter): place for place, parameter in enumerate(self._parameters())}
         self._is_reading = False
         self._norms: list[torch.Tensor] = []  # of the running step
-        self._kept: dict[int, torch.Tensor] = {}  # by group, of the steps since the last exchange
+        self._norm_places: list[int] = []
+        self._place_count = 0
+        self._groups: list[torch.Tensor] = []  # one tensor: the groups of the norms at these places
+        self._grouped_places: list[int] = []
+        self._kept: dict[int, _Kept] = {}  # of the steps since the last exchange
         self._exchanged_step = 0
-        # All ranks agree in their first step on the size of a step's vector of norms, and on the next suspected step.
-        self._size: int | None = None
-        self._suspected_step = -1
-        self._deviations: deque[float] = deque(maxlen=REMEMBERED)
+        self._agreed: _Agreement | None = None
+        # The largest deviations of each rank, in up to two spans of REMEMBERED due steps, the newest span last.
+        self._largest: list[torch.Tensor] = []
+        self._remembered = 0  # due steps
+        self._first_step = self._update_step = -1  # of the generation; the last one with an update
+        self._finite_step = -1  # the last step whose norms were read and finite, or before the generation's first one
+        self._nonfinite_since = 0  # a step, if it is known how norms came to be infinite or NaN in it; 0: they are not
+        self._has_logged_nonfinite = False
+        self._watched_until = self._refused_rank = -1  # after a refused update; the rank that alone had NaN in it
 
     def begin_step(self, step: int, *, due: bool) -> None:
         self.close()
-        if self._is_on and (due or self._size is None or step == self._suspected_step):
+        if self._agreed is None:
+            self._first_step, self._finite_step, self._update_step = step, step - 1, step - 1
+        is_read = due or self._agreed is None or self._is_repeated(step) or step <= self._watched_until
+        if self._is_on and is_read:
             self._is_reading = True
             self._norms.clear()
+            self._norm_places.clear()
             self._tap.open(self)
 
     def on_local(
         self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], slices: torch.Tensor
     ) -> None:
         with self.cost():
+            begin = len(self._norms)
             self._norms += torch._foreach_norm(list(gradients), dtype=torch.float32)
+            if parameters:
+                self._norm_places += [self._places.get(id(parameter), 0) for parameter in parameters]
+                self._place_count = len(self._places)
+            else:  # shards, always in the same order
+                self._norm_places += range(begin, len(self._norms))
+                self._place_count = len(self._norms)
 
     def before_update(self, step: int, *, due: bool) -> None:
+        previous, self._update_step = self._update_step, step
         if not self._is_reading:
             return
-        self.close()
-        if self._size is None:
-            self._agree(step)
-            self._exchanged_step = step
-        self._kept[step] = self._grouped()
-        if step - self._exchanged_step < STEPS_BETWEEN_EXCHANGES and step != self._suspected_step:
-            return
-        self._exchanged_step = step
-        steps = list(self._kept)
-        everyones = self._exchange()
-        for place, one in enumerate(steps):
-            if self._judge(one, everyones[:, place]):
-                return  # later steps follow from this one
+        self._kept[step] = _Kept(self._read(step), previous)
+        if step - self._exchanged_step >= STEPS_BETWEEN_EXCHANGES or self._is_repeated(step):
+            self._judge_kept(step)
 
-    def _judge(self, step: int, everyones: torch.Tensor) -> bool:
-        """Judge the norms of one step, ranks x groups; return whether a rank is suspected."""
-        before = _suspected.pop(step, None)
-        if before is not None and before.shape == everyones.shape:
-            self._compare_repetition(step, before, everyones)
-            return False
-        owner = self._suspect(everyones)
-        if owner is None:
-            return False
-        _suspected[step] = everyones
-        self._report(step, owner, everyones)
-        return True
+    def update_refused(self, step: int) -> None:
+        """Compare the step's norms at once if they were read, and read those of the next steps.
+
+        One bad batch makes one rank's gradients NaN, and the guard leaves it out. A rank that is alone with NaN in two
+        refused steps is suspected.
+        """
+        self._watched_until = step + STEPS_READ_AFTER_REFUSAL
+        if not self._is_reading:
+            return
+        everyones = self._exchange([self._read(step)])[:, 0]
+        if self._is_suspected(step):
+            self._judge_repetition(step, everyones)
+            return
+        ranks = _ranks_where(~torch.isfinite(everyones))
+        if len(ranks) == 1 and ranks[0] == self._refused_rank:
+            self._suspect(step, ranks[0], everyones)
+        self._refused_rank = ranks[0] if len(ranks) == 1 else -1
 
     def close(self) -> None:
         self._is_reading = False
         self._tap.close(self)
 
+    # ---- reading and exchanging norms
+
+    def _read(self, step: int) -> torch.Tensor:
+        """Return the running step's norms by group. A collective in the first step of a generation."""
+        self.close()
+        if self._agreed is None:
+            self._agree(step)
+            self._exchanged_step = step
+        return self._grouped()
+
     def _agree(self, step: int) -> None:
-        """Agree with all ranks on what each needs to know of the others; a new rank has suspected nobody yet."""
-        suspected = min((one for one in _suspected if one >= step), default=-1)
-        mine = torch.tensor([len(self._norms), suspected], device=self.setup.device)
+        """Agree with all ranks on what each needs to know of the others. A collective."""
+        rank, world = self.setup.rank, self.setup.world_size
+        steps = [one for one, seen in to_repeat.suspected.items() if one >= step and len(seen.norms) == world]
+        mine = _Agreement(
+            len(self._norms), -1, -1, False, to_repeat.read_each_step_until, to_repeat.deviation_of_samples
+        )
+        if steps:
+            _, owner, is_own = to_repeat.suspected[min(steps)]
+            mine = mine._replace(suspected_step=min(steps), suspected_rank=owner, is_exchanged=is_own and owner != rank)
+        largest = torch.tensor(mine, dtype=torch.float64, device=self.setup.device)
         with self.waiting():
-            dist.all_reduce(mine, op=dist.ReduceOp.MAX)
-        size, self._suspected_step = mine.tolist()
-        self._size = min(GROUPS, size)
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        norms, suspected_step, suspected_rank, is_exchanged, read_until, deviation = largest.tolist()
+        self._agreed = _Agreement(
+            int(norms), int(suspected_step), int(suspected_rank), bool(is_exchanged), int(read_until), deviation
+        )
 
     def _grouped(self) -> torch.Tensor:
-        """Return the running step's norms by group; nothing waits for the device."""
-        size = self._size or 0
+        """Return the norms that were read, by group; nothing waits for the device."""
+        size = min(GROUPS, self._agreed.norms) if self._agreed is not None else 0
         grouped = torch.zeros(size, dtype=torch.float64, device=self.setup.device)
         if self._norms and size:
+            if self._norm_places != self._grouped_places:
+                self._grouped_places = list(self._norm_places)
+                groups = [place * size // self._place_count for place in self._norm_places]
+                self._groups = [torch.tensor(groups, device=self.setup.device)]
             squares = torch.stack(self._norms).to(device=self.setup.device, dtype=torch.float64).square()
-            groups = torch.arange(len(squares), device=self.setup.device) * size // len(squares)
-            grouped.index_add_(0, groups, squares)
+            grouped.index_add_(0, self._groups[0], squares)
         self._norms.clear()
         return grouped.sqrt()
 
-    def _exchange(self) -> torch.Tensor:
-        """Return the kept norms of all ranks, ranks x steps x groups."""
-        mine = torch.stack([*self._kept.values()])
-        self._kept.clear()
+    def _exchange(self, norms: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return these norms of all ranks, ranks x steps x groups. A collective."""
+        mine = torch.stack([*norms])
         everyones = mine.new_empty(self.setup.world_size, *mine.shape)
         with self.waiting():
             all_gather(everyones.view(-1), mine.view(-1))
         return everyones.cpu()
 
-    def _suspect(self, everyones: torch.Tensor) -> int | None:
-        """Return the rank with an unusual norm, or None."""
-        finite = torch.isfinite(everyones)
-        strange_ranks = (~finite).any(dim=1).nonzero().flatten().tolist()
-        if len(strange_ranks) == 1:
-            return int(strange_ranks[0])
+    def _parameters(self) -> list[torch.Tensor]:
+        return [
+            parameter
+            for tracked in self.setup.objects.values()
+            for one in as_list(tracked)
+            if isinstance(one, nn.Module)
+            for parameter in one.parameters()
+        ]
+
+    def _has_finite_parameters(self) -> bool:
+        """Return whether the parameters of all ranks are finite. A collective, as shards may differ."""
+        own = (one.to_local() if isinstance(one, DTensor) else one for one in self._parameters())
+        is_finite = torch.tensor(float(all(bool(torch.isfinite(one).all()) for one in own)), device=self.setup.device)
+        with self.waiting():
+            dist.all_reduce(is_finite, op=dist.ReduceOp.MIN)
+        return bool(is_finite)
+
+    # ---- judging
+
+    def _is_suspected(self, step: int) -> bool:
+        return self._agreed is not None and step == self._agreed.suspected_step
+
+    def _is_repeated(self, step: int) -> bool:
+        """Return whether all ranks read the norms of this step because of what they were before the job went back."""
+        return self._agreed is not None and (
+            step == self._agreed.suspected_step or step <= self._agreed.read_each_step_until
+        )
+
+    def _judge_kept(self, step: int) -> None:
+        """Exchange the kept norms in ``step``, and judge them in the order of their steps. A collective."""
+        kept = dict(self._kept)
+        everyones = self._exchange([one.norms for one in kept.values()])
+        self._kept.clear()
+        self._exchanged_step = step
+        if not self._is_repeated(step) and not bool(torch.isfinite(everyones[:, -1]).all()):
+            # judged once it is known whether the update is left out
+            self._kept[step] = kept.pop(step)
+            self._exchanged_step = -STEPS_BETWEEN_EXCHANGES
+        for place, (one, (_, previous)) in enumerate(kept.items()):
+            if self._judge(one, previous, everyones[:, place]):
+                return  # later steps follow from this one
+
+    def _judge(self, step: int, previous: int, everyones: torch.Tensor) -> bool:
+        """Judge the norms of a step, ranks x groups; return whether the steps after it are judged no more."""
+        strange_ranks = _ranks_where(~torch.isfinite(everyones))
+        if self._is_suspected(step):
+            self._judge_repetition(step, everyones)
+            self._note_finiteness(step, strange_ranks)
+            return False
+        is_left_out = bool(strange_ranks) and self._has_finite_parameters()
+        if is_left_out and not self._is_repeated(step):
+            return False  # a GradScaler leaves an overflow out
+        if len(strange_ranks) > 1:
+            return self._judge_shared(step, previous, strange_ranks, is_left_out=is_left_out)
+        self._note_finiteness(step, strange_ranks)
+        owner = strange_ranks[0] if strange_ranks else self._unusual_rank(everyones)
+        if owner is None:
+            return False
+        self._suspect(step, owner, everyones)
+        return True
+
+    def _note_finiteness(self, step: int, strange_ranks: Sequence[int]) -> None:
+        """Note whether the norms of a step were finite, where it is known how NaN may have come."""
         if strange_ranks:
-            return None  # an overflow that several ranks share comes from the model
-        medians = everyones.nanmedian(dim=0).values
-        used = medians > 0
-        if not bool(used.any()):
-            return None
-        deviations = (everyones[:, used] / medians[used]).log()  # far below the median is as usual as rare tokens
-        largest, rank = deviations.max(dim=1).values.max(dim=0)
-        limit = max(math.log(MIN_RATIO), SPREAD_FACTOR * max(self._deviations, default=0.0))
-        is_known = len(self._deviations) >= WARMUP_STEPS
-        if is_known and float(largest) > limit:
-            return int(rank)
-        self._deviations.append(float(largest))
+            self._nonfinite_since, self._has_logged_nonfinite = step, True
+        else:
+            self._finite_step, self._nonfinite_since = step, 0
+
+    def _judge_shared(self, step: int, previous: int, strange_ranks: Sequence[int], *, is_left_out: bool) -> bool:
+        """Judge a step in which the norms of several ranks are not finite; return whether the first one is sought."""
+        if self._finite_step == previous and not self._nonfinite_since:
+            self._nonfinite_since = step
+        is_stated = self.setup.rank == strange_ranks[0] and not is_left_out
+        if self._nonfinite_since:
+            if is_stated and not self._has_logged_nonfinite:
+                self._has_logged_nonfinite = True
+                log.warning(
+                    "the gradients of %d ranks are infinite or NaN since step %d%s",
+                    len(strange_ranks),
+                    self._nonfinite_since,
+                    ", the first one of this generation: the restored state may hold NaN"
+                    if self._nonfinite_since == self._first_step
+                    else ", and no rank was the first: the cause is the model, its learning rate or its data, or a sum "
+                    "or update that went wrong on one rank",
+                )
+            return False
+        if is_stated:
+            self.report_own(
+                self._finite_step + 1,
+                "gradients",
+                wrong_results=0,
+                difference=f"in step {step} those of {len(strange_ranks)} ranks are infinite or NaN",
+            )
+        to_repeat.read_each_step_until = step
+        return True
+
+    def _unusual_rank(self, everyones: torch.Tensor) -> int | None:
+        """Return the rank with an unusually large norm, or None. All norms are finite."""
+        deviations = _deviations(everyones)
+        largest, rank = float(deviations.max()), int(deviations.argmax())
+        if self._remembered >= WARMUP_STEPS:
+            of_others = torch.stack(self._largest).amax(dim=0)
+            of_others[rank] = self._agreed.deviation_of_samples if self._agreed is not None else 0.0
+            if largest > max(math.log(MIN_RATIO), SPREAD_FACTOR * float(of_others.max())):
+                return rank
+        if self._remembered % REMEMBERED == 0:
+            self._largest = [*self._largest[-1:], deviations]
+        else:
+            self._largest[-1] = torch.maximum(self._largest[-1], deviations)
+        self._remembered += 1
         return None
 
-    def _report(self, step: int, owner: int, everyones: torch.Tensor) -> None:
+    def _suspect(self, step: int, owner: int, everyones: torch.Tensor) -> None:
+        """Remember the step for its repetition; the suspected rank reports it."""
+        to_repeat.suspected[step] = _SuspectedStep(everyones, owner, owner == self.setup.rank)
         if owner != self.setup.rank:
             return
         medians = everyones.nanmedian(dim=0).values
@@ -178,18 +379,89 @@ class GradientNorms(Audit, GradientReader):
             difference=f"the norm is {norm:.4g}, the median of all ranks {median:.4g}",
         )
 
-    def _compare_repetition(self, step: int, before: torch.Tensor, everyones: torch.Tensor) -> None:
-        """Report this rank if its norms changed in the repetition of a step and those of all others did not."""
-        differs = (before != everyones) & ~(before.isnan() & everyones.isnan())  # samples may give NaN each time
-        changed = differs.any(dim=1).nonzero().flatten().tolist()
-        if not changed:
-            log.warning("step %d was repeated: its unusual gradients come from its samples, not from hardware", step)
-        if changed == [self.setup.rank]:
-            rank = self.setup.rank
-            self.report_own(
+    # ---- judging a repetition
+
+    def _judge_repetition(self, step: int, everyones: torch.Tensor) -> None:
+        """Judge the repetition of the suspected step, in which the suspected process may have another rank."""
+        agreed, before = self._agreed, to_repeat.suspected.pop(step, None)
+        if agreed is not None and agreed.is_exchanged:
+            deviation = float(_deviations(everyones)[agreed.suspected_rank])
+            if math.log(MIN_RATIO) < deviation < math.inf:  # another node gets it from the same samples, too
+                self._agreed = agreed._replace(deviation_of_samples=max(agreed.deviation_of_samples, deviation))
+                to_repeat.deviation_of_samples = self._agreed.deviation_of_samples
+        if before is not None and before.is_own and before.norms.shape == everyones.shape:
+            self._compare_repetition(step, before, everyones)
+
+    def _compare_repetition(self, step: int, before: _SuspectedStep, everyones: torch.Tensor) -> None:
+        """Report this process, which was rank ``before.owner``, if its hardware erred.
+
+        If it has another rank now, the process that was this rank has exchanged the samples with it.
+        """
+        rank, owner = self.setup.rank, before.owner
+        changed = _ranks_where(_has_changed(before.norms, everyones))
+        if owner not in changed:
+            if rank == owner:
+                cause = "its samples, or a GPU that errs in the same way each time"
+                deviation = float(_deviations(everyones)[owner])
+                if deviation < math.inf:
+                    to_repeat.deviation_of_samples = max(to_repeat.deviation_of_samples, deviation)
+            else:
+                cause = "its samples, as another node got the same from them"
+            log.warning("step %d was repeated; the cause of the unusual gradients of rank %d: %s", step, owner, cause)
+        elif not set(changed) <= {owner, rank}:
+            log.warning(
+                "step %d was repeated, but the gradients of ranks %s changed: nothing follows about the unusual ones "
+                "of rank %d",
                 step,
-                "gradients of a repeated step",
-                original=float_hex(torch.linalg.vector_norm(before[rank])),
-                digest=float_hex(torch.linalg.vector_norm(everyones[rank])),
-                difference="only this rank's gradients changed when the step was computed again",
+                ", ".join(map(str, changed)),
+                owner,
             )
+        elif rank == owner:
+            self._report_repetition(step, before, everyones, 1, "no other rank's gradients changed in the repetition")
+        elif rank not in changed:
+            self._report_repetition(step, before, everyones, 1, f"rank {owner} got others from the same samples")
+        else:
+            words = f"rank {owner} got others from the same samples, and rank {rank} did before from its own"
+            self._report_repetition(step, before, everyones, 2, words)
+
+    def _report_repetition(
+        self, step: int, before: _SuspectedStep, everyones: torch.Tensor, wrong_results: int, difference: str
+    ) -> None:
+        self.report_own(
+            step,
+            "gradients",
+            original=float_hex(torch.linalg.vector_norm(before.norms[before.owner])),
+            digest=float_hex(torch.linalg.vector_norm(everyones[before.owner])),
+            wrong_results=wrong_results,
+            difference=difference,
+        )
+
+
+def _ranks_where(condition: torch.Tensor) -> list[int]:
+    """Return the ranks for which any of a condition's values, ranks x groups, is true."""
+    ranks: list[int] = condition.any(dim=1).nonzero().flatten().tolist()
+    return ranks
+
+
+def _has_changed(before: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
+    """Return which norms, ranks x groups, have changed by CHANGED_RATIO, or to or from infinity or NaN."""
+    ratios = (now.log() - before.log()).abs()  # NaN where both are zero
+    return (torch.isfinite(before) != torch.isfinite(now)) | (torch.isfinite(now) & (ratios > math.log(CHANGED_RATIO)))
+
+
+def _deviations(everyones: torch.Tensor) -> torch.Tensor:
+    """Return by how much each rank's most unusual norm exceeds the median over ranks, as a logarithm.
+
+    A norm far below the median is usual: a rank may see no sample of a rare token.
+
+    Args:
+        everyones: Norms, ranks x groups.
+
+    Returns:
+        One value per rank; minus infinity if no group has gradients.
+    """
+    medians = everyones.nanmedian(dim=0).values
+    used = medians > 0
+    if not bool(used.any()):
+        return everyones.new_full((len(everyones),), -math.inf)
+    return (everyones[:, used] / medians[used]).log().max(dim=1).values

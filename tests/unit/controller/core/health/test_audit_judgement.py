@@ -103,7 +103,12 @@ def test_bytes_that_changed_are_a_strike_without_a_rerun(link: AuditLink) -> Non
 
 
 def test_owner_without_results_is_suspected() -> None:
-    assert isinstance(_judge("", link=AuditLink.GRADIENT_NORM, unit="gradients"), Suspicion)
+    suspicion = _judge("", link=AuditLink.GRADIENT_NORM, unit="gradients")
+    assert isinstance(suspicion, Suspicion)
+    assert suspicion.names_owner
+    unclear = _judge("", link=AuditLink.GRADIENT_NORM, unit="gradients", wrong_results=0)
+    assert isinstance(unclear, Suspicion)
+    assert not unclear.names_owner
 
 
 @pytest.mark.parametrize(("peer", "arbiter"), [("x", None), (None, "x"), ("x", "x"), ("x", "y")])

@@ -18,6 +18,7 @@ from tests.support.core_fleet import CoreFleet, audits, decisions, generations, 
 BAD = ("bad", "bad", "good", "good")
 """An audit that convicts: what the owner used and got again, what a peer and an arbiter got."""
 ONCE = ("bad", "good", "good", "good")
+SUSPICION = {"link": AuditLink.GRADIENT_NORM, "unit": "gradients", "expects_arbiter": False}
 KEY = f"{FindingKind.AUDIT_MISMATCH}/work"
 
 
@@ -226,21 +227,69 @@ def test_suspicion_repeats_a_step_once() -> None:
     audited = fleet.audited(2)
     assert _verified(audited) == [Version(1, 2)]
     newest = _commit(fleet)
-    words = {"link": AuditLink.GRADIENT_NORM, "unit": "gradients", "expects_arbiter": False}
-    effects = fleet.audit(2, newest.step + 1, "", "", **words)
+    effects = fleet.audit(2, newest.step + 1, "", "", **SUSPICION)
     assert not decisions(effects)
     assert generations(effects)[-1].restore.ceiling == newest, "a suspicion costs no more than it must"
     fleet.resume(restored=newest, step=newest.step + 1)
-    effects = fleet.audit(2, newest.step + 1, "", "", **words)
+    effects = fleet.audit(3, newest.step + 1, "", "", **SUSPICION)
     assert not generations(effects)
     assert "its data is the likely cause" in audits(effects, "audit.suspicion")[0]
+
+
+def test_suspected_node_exchanges_seats() -> None:
+    fleet = _fleet()
+    newest = _commit(fleet)
+    effects = fleet.audit(3, newest.step + 1, "", "", **SUSPICION)
+    assert fleet.seats() == ["n4", "n2", "n3", "n1"], "the node after it, in a circle"
+    assert "n4 and n1 exchange seats" in generations(effects)[-1].sentence
+
+
+def test_suspected_node_stays_in_its_block() -> None:
+    fleet = _fleet(block_nodes=2)
+    newest = _commit(fleet)
+    fleet.audit(1, newest.step + 1, "", "", **SUSPICION)
+    assert fleet.seats() == ["n2", "n1", "n3", "n4"]
+
+
+def test_two_wrong_results_in_two_seats_convict() -> None:
+    fleet = _fleet()
+    newest = _commit(fleet)
+    fleet.audit(2, newest.step + 1, "", "", **SUSPICION)
+    assert fleet.seats() == ["n1", "n2", "n4", "n3"]
+    fleet.resume(restored=newest, step=newest.step + 1)
+    effects = fleet.audit(3, newest.step + 1, "NaN", "1.5", wrong_results=2, **SUSPICION)
+    assert decisions(effects) == [("n3", "evict")]
+    (verdict,) = (effect.verdict for effect in effects if isinstance(effect, PutVerdict))
+    assert f"rank 3 computed gradients of step {newest.step + 1} wrongly twice" in verdict.sentence
+
+
+def test_step_of_a_strike_may_be_suspected_again() -> None:
+    fleet = _fleet()
+    newest = _commit(fleet)
+    fleet.audit(2, newest.step + 1, "", "", **SUSPICION)
+    fleet.resume(restored=newest, step=newest.step + 1)
+    effects = fleet.audit(3, newest.step + 1, "NaN", "1.5", **SUSPICION)
+    assert decisions(effects) == [("n3", "no_action")], "one strike"
+    fleet.resume(restored=newest, step=newest.step + 1)
+    assert generations(fleet.audit(3, newest.step + 1, "", "", **SUSPICION)), "its data was no cause"
+
+
+def test_search_for_the_first_rank_repeats_a_step_once() -> None:
+    fleet = _fleet()
+    newest = _commit(fleet)
+    effects = fleet.audit(0, newest.step + 1, "", "", wrong_results=0, **SUSPICION)
+    assert "a rank, still unknown, may stand out in gradients" in generations(effects)[-1].sentence
+    assert fleet.seats() == ["n1", "n2", "n3", "n4"], "nobody is suspected"
+    fleet.resume(restored=newest, step=newest.step + 1)
+    assert not generations(fleet.audit(0, newest.step + 1, "", "", wrong_results=0, **SUSPICION))
+    words = SUSPICION | {"unit": "gradients, group 1 of 2"}
+    assert generations(fleet.audit(2, newest.step + 1, "", "", **words)), "the rank that the search has found"
 
 
 def test_suspicion_without_an_older_version_costs_nothing() -> None:
     fleet = _fleet()
     newest = _commit(fleet)
-    words = {"link": AuditLink.GRADIENT_NORM, "unit": "gradients", "expects_arbiter": False}
-    effects = fleet.audit(2, newest.step, "", "", **words)
+    effects = fleet.audit(2, newest.step, "", "", **SUSPICION)
     assert not generations(effects)
     assert f"no version from before step {newest.step} is known" in audits(effects, "audit.suspicion")[0]
     assert fleet.state.job_runtime["job"].commits.committed_version == newest

@@ -3,53 +3,173 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 from everstep_trainer.sdc.audit import AuditSetup, Mismatch
 from everstep_trainer.sdc.digests.digest import tensor_digest
+from everstep_trainer.sdc.gradients import gradient_norms
 from everstep_trainer.sdc.gradients.collectives import Collectives, row_digests, witnessed
 from everstep_trainer.sdc.gradients.gradient_buffers import MAX_EMPTY_AUDITS, GradientBuffers, _Arrived
 from everstep_trainer.sdc.gradients.gradient_exchange import GradientTap
+from everstep_trainer.sdc.gradients.gradient_norms import WARMUP_STEPS, GradientNorms, _Agreement, _SuspectedStep
 
 from bench.sdc.judging import Outcome, Statement, judge_all
 from everstep.vocabulary import AuditLink, AuditRole
-from tests.support.audited_training import FAULTY_RANK, FAULTY_STEP, ODD_TARGETS, train_with_fault
+from tests.support.audited_training import (
+    FAULTY_RANK,
+    FAULTY_STEP,
+    OTHER_RANK,
+    REPEATED_FROM,
+    train_with_fault,
+)
 from tests.support.kept_ranks import KeptRanks
 
 WORLD = 4
 LINKS = {"gradient_norm": {"interval": 1}, "gradient_buffer": {"interval": 1}, "collective": {"interval": 1}}
 
 
-def train(ranks: KeptRanks, layout: str, fault: str, links: Any = LINKS) -> list[dict[str, Any]]:
-    return ranks.call(WORLD, train_with_fault, layout, fault, links)
+SELDOM = {"gradient_norm": {"interval": 4}}
+"""Norms are read in steps 29 and 33, not in the faulty one between them."""
 
 
-def statements(told: list[dict[str, Any]], key: str = "mismatches") -> list[tuple[int, Mismatch]]:
-    return [(rank, each) for rank, one in enumerate(told) for each in one[key]]
+def train(
+    ranks: KeptRanks,
+    layout: str,
+    fault: str,
+    links: Any = LINKS,
+    repetitions: Sequence[str] = (),
+    repeated_from: int = REPEATED_FROM,
+) -> list[dict[str, Any]]:
+    return ranks.call(WORLD, train_with_fault, layout, fault, links, repetitions, repeated_from)
+
+
+def statements(told: list[dict[str, Any]], generation: int = 0) -> list[tuple[int, Mismatch]]:
+    """Return what each process stated in a generation. The number of a process is its rank in the first one."""
+    return [(process, each) for process, one in enumerate(told) for each in one["mismatches"][generation]]
 
 
 @pytest.mark.parametrize(
     ("layout", "interval"), [("ddp", 1), ("fsdp2", 1), ("ddp", 2)], ids=["ddp", "fsdp2", "repeated between two audits"]
 )
 def test_outlying_gradient_is_suspected_and_repeated(kept_ranks, layout, interval):
-    told = train(kept_ranks, layout, "gradient", {**LINKS, "gradient_norm": {"interval": interval}})
+    links = {**LINKS, "gradient_norm": {"interval": interval}}
+    told = train(kept_ranks, layout, "gradient", links, ["same seats"])
     ((rank, suspicion),) = [said for said in statements(told) if said[1].link is AuditLink.GRADIENT_NORM]
     assert (rank, suspicion.owner, suspicion.step) == (FAULTY_RANK, FAULTY_RANK, FAULTY_STEP)
     assert not suspicion.original
     assert not suspicion.digest
-    ((rank, proof),) = statements(told, "repeated")
+    ((rank, proof),) = statements(told, 1)
     assert (rank, proof.owner, proof.step) == (FAULTY_RANK, FAULTY_RANK, FAULTY_STEP)
     assert proof.original != proof.digest
 
 
-@pytest.mark.parametrize("batch", ODD_TARGETS)
-def test_unusual_batch_is_no_fault_once_repeated(kept_ranks, batch):
-    told = train(kept_ranks, "ddp", batch)
+@pytest.mark.parametrize("seats", ["same seats", "exchanged seats"])
+@pytest.mark.parametrize("batch", ["odd batch", "batch of NaN"])
+def test_unusual_batch_is_no_fault_once_repeated(kept_ranks, batch, seats):
+    told = train(kept_ranks, "ddp", batch, LINKS, [seats])
     assert [rank for rank, _ in statements(told)] == [FAULTY_RANK]
-    assert not statements(told, "repeated")
+    assert not statements(told, 1)
+
+
+@pytest.mark.parametrize(
+    ("fault", "wrong_results"), [("gradient", 1), ("NaN gradient", 1), ("permanent NaN gradient", 2)]
+)
+def test_faulty_gpu_is_named_in_another_seat(kept_ranks, fault, wrong_results):
+    told = train(kept_ranks, "ddp", fault, {"gradient_norm": {"interval": 1}}, ["exchanged seats"])
+    ((process, proof),) = statements(told, 1)
+    assert (process, proof.owner, proof.step) == (FAULTY_RANK, OTHER_RANK, FAULTY_STEP)
+    assert proof.wrong_results == wrong_results
+    assert proof.original != proof.digest
+
+
+def test_faulty_gpu_is_named_in_the_first_step_of_a_generation(kept_ranks):
+    """DDP puts gradients into other buckets then."""
+    links = {"gradient_norm": {"interval": 1}}
+    told = train(kept_ranks, "ddp", "permanent NaN gradient", links, ["exchanged seats"], FAULTY_STEP)
+    ((process, proof),) = statements(told, 1)
+    assert (process, proof.owner, proof.wrong_results) == (FAULTY_RANK, OTHER_RANK, 2)
+
+
+def test_nan_in_one_shard_is_judged_alike_on_all_ranks(kept_ranks):
+    ((rank, said),) = statements(train(kept_ranks, "fsdp2", "NaN in one row", {"gradient_norm": {"interval": 1}}))
+    assert (rank, said.owner, said.step) == (FAULTY_RANK, FAULTY_RANK, FAULTY_STEP)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_nan_between_two_readings_is_traced_to_its_rank(kept_ranks, layout):
+    told = train(kept_ranks, layout, "permanent NaN gradient", SELDOM, ["same seats"])
+    ((_, unclear),) = statements(told)
+    assert (unclear.wrong_results, unclear.step) == (0, 30)
+    ((process, suspicion),) = statements(told, 1)
+    assert (process, suspicion.owner, suspicion.step) == (FAULTY_RANK, FAULTY_RANK, FAULTY_STEP)
+
+
+def test_refused_losses_name_the_rank_that_makes_them(kept_ranks):
+    ((process, suspicion), *_) = statements(train(kept_ranks, "ddp", "loss of NaN", SELDOM))
+    assert (process, suspicion.owner, suspicion.wrong_results) == (FAULTY_RANK, FAULTY_RANK, 1)
+    assert suspicion.step == FAULTY_STEP + 2, "the second step whose norms were read after a refusal"
+
+
+@pytest.mark.parametrize("links", [LINKS, SELDOM], ids=["every step", "seldom"])
+def test_overflow_that_a_scaler_leaves_out_is_no_fault(kept_ranks, links):
+    assert not statements(train(kept_ranks, "ddp", "overflow under a scaler", links))
+
+
+def test_nan_on_all_ranks_at_once_accuses_none(kept_ranks):
+    told = train(kept_ranks, "ddp", "batches of NaN", SELDOM, ["same seats"])
+    ((_, unclear),) = statements(told)
+    assert unclear.wrong_results == 0
+    assert not statements(told, 1)
+
+
+def norms_with(*factors: float) -> torch.Tensor:
+    """Norms of three ranks and two groups, of which rank 1 has multiples."""
+    return torch.tensor([[[1.0, 2.0], [factor, 2.0], [1.5, 1.8]] for factor in factors])
+
+
+@pytest.fixture
+def norms() -> Iterator[GradientNorms]:
+    yield GradientNorms(setup_of(list[Mismatch]().append), GradientTap([], 3))
+    gradient_norms.to_repeat.clear()
+
+
+def test_errors_of_one_rank_do_not_become_usual(norms):
+    for step, one in enumerate(norms_with(*[1.0] * WARMUP_STEPS, *[12.0] * 20), 1):
+        assert not norms._judge(step, step - 1, one)
+    assert norms._judge(100, 99, norms_with(40.0)[0])
+
+
+def test_unusual_samples_become_usual_once_repeated(norms):
+    for step, one in enumerate(norms_with(*[1.0] * WARMUP_STEPS), 1):
+        norms._judge(step, step - 1, one)
+    (odd,) = norms_with(40.0)
+    assert norms._judge(100, 99, odd)
+    norms._agreed = _Agreement(suspected_step=100, suspected_rank=1, is_exchanged=True)
+    assert not norms._judge(100, 99, odd), "the repetition"
+    assert not norms._judge(101, 100, odd * 2)
+
+
+@pytest.mark.parametrize(
+    ("repeated", "wrong_results"),
+    [
+        ([1.0, 1.2, 30.0], [1]),
+        ([1.0, 1.2, math.nan], [2]),
+        ([1.0, math.nan, 30.0], []),
+        ([9.0, 1.2, 30.0], []),
+    ],
+    ids=["usual now", "unusual in both seats", "unusual samples", "another rank changed"],
+)
+def test_repetition_is_judged_by_what_changed(repeated, wrong_results):
+    """This process was suspected as rank 1, and is rank 2 now, whose samples always give an unusual norm."""
+    said: list[Mismatch] = []
+    norms = GradientNorms(setup_of(said.append, rank=2), GradientTap([], 3))
+    before = _SuspectedStep(torch.tensor([[1.0], [math.nan], [30.0]]), owner=1, is_own=True)
+    norms._compare_repetition(7, before, torch.tensor(repeated)[:, None])
+    assert [one.wrong_results for one in said] == wrong_results
 
 
 def test_flip_in_transport_accuses_both_ends(kept_ranks):

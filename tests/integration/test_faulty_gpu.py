@@ -1,0 +1,52 @@
+"""A real job of three nodes and a spare, in which the GPU of one node gives NaN: found, named, evicted and undone."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from everstep.client import Client
+from examples.demo.world import Node, wait_for
+from tests.support.faulty_gpu_training import RANKS, STEPS, loss_of, new_model
+from tests.support.warm_launcher import WarmWorld
+
+pytestmark = pytest.mark.slow
+
+
+def launch(node: Node, folder: Path) -> list[str]:
+    command = ["-m", "everstep_trainer.launch", "--nnodes", str(RANKS), "--job", "nan", "--standby-delay-s", "0.1"]
+    command += ["--local-addr", "127.0.0.1", "--agent-socket", str(node.agent_socket), "--hang-threshold-s", "60"]
+    return [*command, "--sdc", "standard", "--die-with-parent", "-m", "tests.support.faulty_gpu_training", str(folder)]
+
+
+def undisturbed_sum() -> float:
+    model = new_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for step in range(1, STEPS + 1):
+        optimizer.zero_grad()
+        for rank in range(RANKS):
+            (loss_of(model, rank, step) / RANKS).backward()
+        optimizer.step()
+    return sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
+
+
+@pytest.mark.timeout(240)
+def test_node_whose_gpu_gives_nan_is_evicted() -> None:
+    names = [f"n{number}" for number in range(1, RANKS + 2)]
+    with tempfile.TemporaryDirectory(prefix="everstep-") as name, WarmWorld(Path(name) / "out", names) as world:
+        world.start_controller()
+        world.boot_nodes()
+        for node in world.nodes.values():
+            node.join(launch(node, Path(name)), {"FAULTY": "1"} if node.name == "n2" else {})
+        launchers = [node.launcher for node in world.nodes.values()]
+        wait_for(lambda: sum(one is not None and one.poll() == 0 for one in launchers) >= RANKS, "the job's end")
+        told = Client(world.url, world.operator_token).events().collect(500).events
+        sums = [float(path.read_text()) for path in Path(name).glob("sum-*")]
+    assert [event.node for event in told if event.kind == "verdict.evict"] == ["n2"]
+    searched, suspected = [event.sentence for event in told if event.kind == "audit.suspicion"]
+    assert "a rank, still unknown, may stand out in gradients" in searched
+    assert "stands out from the other ranks in gradients" in suspected
+    assert sums == pytest.approx([undisturbed_sum()] * RANKS, rel=1e-5)
