@@ -24,6 +24,7 @@ class Outcome(StrEnum):
     STRIKE = "strike"
     AUDITOR_STRIKE = "auditor strike"
     SUSPICION = "suspicion"
+    UNNAMED_SUSPICION = "suspicion of an unknown rank"
     TIE = "tie"
     INCONCLUSIVE = "inconclusive"
 
@@ -71,8 +72,10 @@ def _judge(case: list[AuditStatement]) -> Judgement:
             outcome, rank = Outcome.STRIKE, some.owner
         case audits.AuditorStrike(rank=auditor):
             outcome, rank = Outcome.AUDITOR_STRIKE, auditor
-        case audits.Suspicion():
+        case audits.Suspicion(names_owner=True):
             outcome, rank = Outcome.SUSPICION, some.owner
+        case audits.Suspicion():
+            outcome = Outcome.UNNAMED_SUSPICION
         case audits.Tied():
             outcome = Outcome.TIE
     return Judgement(str(some.link), some.step, outcome, rank)

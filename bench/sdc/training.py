@@ -98,7 +98,7 @@ class Story:
 
 STRIKES = 2
 """Strikes that convict, as the controller's policy has them."""
-UNDOING = (Outcome.CONVICTED, Outcome.STRIKE, Outcome.SUSPICION, Outcome.TIE)
+UNDOING = (Outcome.CONVICTED, Outcome.STRIKE, Outcome.SUSPICION, Outcome.UNNAMED_SUSPICION, Outcome.TIE)
 """Outcomes after which work is undone."""
 
 
@@ -206,6 +206,8 @@ class Training:
     ) -> Result:
         """Return what happens after an injection: until the chain finds it, or to the end of the window.
 
+        After a suspicion that names no rank, it begins once more, as a job would go back; the fault goes on.
+
         A chain's run leaves out steps in which the fault is not active, once an activation can be found no more: such
         steps are those of an undisturbed run, and the links' intervals count them.
 
@@ -235,6 +237,7 @@ class Training:
             if peers is not None:
                 stack.enter_context(peers.install())
             last, step, active = steps or ONSET + window, 0, (0, 0)
+            searched = 0  # the step in which a suspicion named no rank
             while step < last:
                 step += 1
                 fault.is_armed = step >= ONSET
@@ -246,9 +249,16 @@ class Training:
                 can_skip = chain is not None and injection is not None and step - active[0] >= DETECTABLE_STEPS
                 idle = min(last - step, fault.elements_until_active() // max(1, result.elements) - 1) if can_skip else 0
                 found, digests, idle_steps = self._gather(len(self._statements), int(idle))
-                result.steps = step
+                result.steps = max(step, searched)
                 if site is not None:
                     site.at_rest()
+                if found and warm is not None and not searched and self._names_no_rank():
+                    searched = last = step
+                    result.statements += self._statements
+                    self._statements.clear()
+                    self._go_to_base()
+                    chain, step = warm.begin(first, phase, is_repeated=True), 0
+                    continue
                 changed = reference is not None and digests != reference[step]
                 if changed and not result.changed_step:
                     result.changed_step = step
@@ -258,6 +268,8 @@ class Training:
                         result.replica_digests = digests
                 if found or result.replica_digests:
                     break
+                if searched:
+                    continue
                 over = injection is not None and not injection.is_permanent and step >= ONSET + SETTLED
                 if over and not changed and injection.site not in DETECTORS:
                     break
@@ -267,8 +279,14 @@ class Training:
             else:
                 result.final_loss = self._evaluate() if chain is None else None
         result.activations, result.stratum = fault.activations, fault.stratum
-        result.statements, result.clean_audits = list(self._statements), len(self._clean_steps)
+        result.statements += self._statements
+        result.clean_audits = len(self._clean_steps)
         return result
+
+    def _names_no_rank(self) -> bool:
+        """Return whether all statements so far are suspicions that name no rank. A collective."""
+        judgements = judge_all(self._all_statements())
+        return all(one.outcome is Outcome.UNNAMED_SUSPICION for one in judgements)
 
     def _is_forgotten(self, injection: Injection | None, digests: list[int]) -> bool:
         """Return whether an activation some steps ago has left nothing that differs between ranks."""
@@ -324,7 +342,7 @@ class Training:
                     for target, source in zip(self._state(), kept[back], strict=True):
                         target.copy_(source)
                 kept = {one: state for one, state in kept.items() if one <= back}
-                chain, step = warm.begin(offset + back + 1, 0.0), back
+                chain, step = warm.begin(offset + back + 1, 0.0, is_repeated=True), back
         return story
 
     def _all_statements(self) -> list[Statement]:
@@ -375,7 +393,10 @@ class Training:
 
     def reset(self) -> None:
         """Go back to the trained state that all runs begin with."""
-        gradient_norms._suspected.clear()  # it outlives generations
+        gradient_norms.to_repeat.clear()  # it outlives generations
+        self._go_to_base()
+
+    def _go_to_base(self) -> None:
         with torch.no_grad():
             for target, source in zip(self._state(), self._base, strict=True):
                 target.copy_(source)
@@ -507,8 +528,14 @@ class _WarmChain:
                 plain = {name: copy(value) for name, value in vars(part).items() if isinstance(value, _PLAIN)}
                 self._memory.append((part, plain))
 
-    def begin(self, first: int, phase: float) -> AuditChain:
-        """Return the chain before step ``first``, each link somewhere in its interval and in its rotation."""
+    def begin(self, first: int, phase: float, *, is_repeated: bool = False) -> AuditChain:
+        """Return the chain before step ``first``, each link somewhere in its interval and in its rotation.
+
+        Args:
+            first: The step.
+            phase: Where in its interval and rotation each link begins, 0 to 1.
+            is_repeated: The job went back, so that ranks agree in the first step on what to read again.
+        """
         chain = self.chain
         for part, plain in self._memory:
             vars(part).update({name: copy(value) for name, value in plain.items()})
@@ -519,6 +546,8 @@ class _WarmChain:
             cost.options = LinkOptions(interval=cost.interval)
             cost.since = first + int(place * cost.interval)
             _rotate(audit, place * 7919 % 1.0)
+            if is_repeated and isinstance(audit, gradient_norms.GradientNorms):
+                audit._agreed = None
         for rotation in chain._rotations.values():
             rotation.spoil()
             rotation.clean_since = first - 1
