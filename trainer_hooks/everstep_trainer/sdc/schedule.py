@@ -47,7 +47,7 @@ class _LinkCost:
     def __init__(self, options: LinkOptions) -> None:
         self.options = options
         self.interval = options.interval or FIRST_INTERVAL
-        self.since = 0  # step from which the interval counts
+        self.since = 0  # update from which the interval counts
         self._due_s = deque[float](maxlen=REMEMBERED)
         self._idle_s = deque[float](maxlen=REMEMBERED)
         self._waits = [UNKNOWN] * REMEMBERED  # negated, each at the place of its audit: the same on all ranks
@@ -83,37 +83,42 @@ class _LinkCost:
 
 
 class AuditSchedule:
-    """The intervals of one generation. Only steps with an update count. ``first_step``: the number of the first."""
+    """The intervals of one generation, in updates: steps without an update do not count.
 
-    def __init__(self, options: Mapping[AuditLink, LinkOptions], first_step: int) -> None:
-        self._first_step = first_step
+    Args:
+        options: Of each link.
+        first_update: The number of the first update.
+    """
+
+    def __init__(self, options: Mapping[AuditLink, LinkOptions], first_update: int) -> None:
+        self._first_update = first_update
         self._costs = {link: _LinkCost(one) for link, one in options.items()}
         for number, cost in enumerate(self._costs.values()):
-            cost.since = first_step + number  # so that not all links are due in the same step
+            cost.since = first_update + number  # so that not all links are due at the same one
         self._steps_s = deque[float](maxlen=REMEMBERED)
 
-    def is_due(self, link: AuditLink, step: int) -> bool:
-        """Return whether ``link`` audits in ``step``; the same on all ranks."""
+    def is_due(self, link: AuditLink, update: int) -> bool:
+        """Return whether ``link`` audits at this update; the same on all ranks."""
         cost = self._costs[link]
-        return step >= cost.since and (step - cost.since) % cost.interval == 0
+        return update >= cost.since and (update - cost.since) % cost.interval == 0
 
     def interval(self, link: AuditLink) -> int:
-        """Return the steps from one audit of ``link`` to the next."""
+        """Return the updates from one audit of ``link`` to the next."""
         return self._costs[link].interval
 
     def record_step(
-        self, step: int, seconds: float, costs: Mapping[AuditLink, StepCost], due: Collection[AuditLink]
+        self, update: int, seconds: float, costs: Mapping[AuditLink, StepCost], due: Collection[AuditLink]
     ) -> None:
-        """Record the whole time of a finished step, what each link took of it, and which links have audited."""
-        if step < self._first_step + WARMUP_STEPS:
+        """Record a finished step: its update, its whole time, what each link took of it, and which links audited."""
+        if update < self._first_update + WARMUP_STEPS:
             return
         self._steps_s.append(seconds - sum(one.work_s for one in costs.values()))
         for link, taken in costs.items():
             self._costs[link].record(taken, due=link in due)
 
-    def is_agreement_due(self, step: int) -> bool:
-        """Return whether the ranks agree on new intervals in ``step``."""
-        done = step - self._first_step
+    def is_agreement_due(self, update: int) -> bool:
+        """Return whether the ranks agree on new intervals at this update."""
+        done = update - self._first_update
         return done == FIRST_AGREEMENT_STEP or (done > 0 and done % AGREEMENT_STEPS == 0)
 
     def measures(self) -> list[float]:
@@ -124,11 +129,11 @@ class AuditSchedule:
         step_s = median(self._steps_s) if self._steps_s else 0.0
         return [-step_s, *(one for cost in self._costs.values() for one in cost.measures())]
 
-    def adopt(self, largest: Sequence[float], step: int) -> list[int]:
-        """Choose and return the intervals of all links in ``step`` from the largest measures of all ranks."""
+    def adopt(self, largest: Sequence[float], update: int) -> list[int]:
+        """Choose and return the intervals of all links at this update from the largest measures of all ranks."""
         step_s, each = -largest[0], (len(largest) - 1) // len(self._costs)
         for number, cost in enumerate(self._costs.values()):
             interval = cost.choose(largest[1 + number * each : 1 + (number + 1) * each], step_s)
             if interval != cost.interval:
-                cost.interval, cost.since = interval, step + 1 + number % interval
+                cost.interval, cost.since = interval, update + 1 + number % interval
         return [cost.interval for cost in self._costs.values()]

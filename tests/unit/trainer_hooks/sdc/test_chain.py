@@ -46,7 +46,7 @@ def test_wrong_link_options_are_refused(links: dict[str, dict[str, float] | None
 def measured(rank_costs: Sequence[StepCost], idle_s: float = 0.0, steps: int = 30) -> list[int]:
     """Return the intervals of all ranks after steps of one second, in which an audit costs each rank something else."""
     link = AuditLink.STATE
-    ranks = [AuditSchedule({link: LinkOptions(share=0.01)}, first_step=1) for _ in rank_costs]
+    ranks = [AuditSchedule({link: LinkOptions(share=0.01)}, first_update=1) for _ in rank_costs]
     for step in range(1, steps):
         for schedule, due_cost in zip(ranks, rank_costs, strict=True):
             due = [link] if schedule.is_due(link, step) else []
@@ -71,7 +71,7 @@ def test_interval_follows_slowest_work_and_shortest_wait() -> None:
 
 def test_wait_of_each_audit_is_that_of_its_last_rank() -> None:
     link = AuditLink.STATE
-    ranks = [AuditSchedule({link: LinkOptions(share=0.01)}, first_step=1) for _ in range(2)]
+    ranks = [AuditSchedule({link: LinkOptions(share=0.01)}, first_update=1) for _ in range(2)]
     for step in range(1, 30):
         for rank, schedule in enumerate(ranks):
             wait_s = 0.0 if (step + rank) % 2 else 0.5  # the ranks come last in turn
@@ -81,7 +81,7 @@ def test_wait_of_each_audit_is_that_of_its_last_rank() -> None:
 
 
 def test_cheap_and_dear_parts_cost_their_mean() -> None:
-    schedule = AuditSchedule({AuditLink.STATE: LinkOptions(share=0.01)}, first_step=1)
+    schedule = AuditSchedule({AuditLink.STATE: LinkOptions(share=0.01)}, first_update=1)
     for step in range(1, 40):
         cost = StepCost(0.20 if step % 3 else 0.02, 0.0)
         schedule.record_step(step, 1.0 + cost.work_s, {AuditLink.STATE: cost}, [AuditLink.STATE])
