@@ -25,10 +25,11 @@ FAULTY_RANK = 2
 OTHER_RANK = 3
 """The rank whose place the faulty rank takes after an exchange of seats."""
 FAULTY_STEP = 31
-STEPS = 40
+STEPS = 36
 REPEATED_FROM = FAULTY_STEP - 3
 SPOILED_GRADIENTS = {
     "gradient": 1e6,
+    "huge gradient": 1e30,
     "NaN gradient": math.nan,
     "permanent NaN gradient": math.nan,
     "overflow under a scaler": math.inf,

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import nn, optim
 from torch.distributed.tensor import DTensor
 
 from everstep.vocabulary import AuditLink
@@ -131,6 +131,9 @@ class GradientNorms(Audit, GradientReader):
             )
         # DDP forms other buckets after the first step, so norms are put into groups by the order of the parameters.
         self._places = {id(parameter): place for place, parameter in enumerate(self._parameters())}
+        self._optimizers = [
+            one for tracked in setup.objects.values() for one in as_list(tracked) if isinstance(one, optim.Optimizer)
+        ]
         self._is_reading = False
         self._norms: list[torch.Tensor] = []  # of the running step
         self._norm_places: list[int] = []
@@ -177,7 +180,7 @@ class GradientNorms(Audit, GradientReader):
         previous, self._update_step = self._update_step, step
         if not self._is_reading:
             return
-        self._kept[step] = _Kept(self._read(step), previous)
+        self._kept[step] = _Kept(self._without_overflow(self._read(step)), previous)
         if step - self._exchanged_step >= STEPS_BETWEEN_EXCHANGES or self._is_repeated(step):
             self._judge_kept(step)
 
@@ -245,6 +248,13 @@ class GradientNorms(Audit, GradientReader):
         self._norms.clear()
         return grouped.sqrt()
 
+    def _without_overflow(self, norms: torch.Tensor) -> torch.Tensor:
+        """Return zeros if a GradScaler has found an overflow, so that the fused optimizer leaves its update out."""
+        for optimizer in self._optimizers:
+            if isinstance(found := getattr(optimizer, "found_inf", None), torch.Tensor):
+                norms = norms.where(found.to(norms.device) == 0, 0.0)
+        return norms
+
     def _exchange(self, norms: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return these norms of all ranks, ranks x steps x groups. A collective."""
         mine = torch.stack([*norms])
@@ -287,10 +297,6 @@ class GradientNorms(Audit, GradientReader):
         everyones = self._exchange([one.norms for one in kept.values()])
         self._kept.clear()
         self._exchanged_step = step
-        if not self._is_repeated(step) and not bool(torch.isfinite(everyones[:, -1]).all()):
-            # judged once it is known whether the update is left out
-            self._kept[step] = kept.pop(step)
-            self._exchanged_step = -STEPS_BETWEEN_EXCHANGES
         for place, (one, (_, previous)) in enumerate(kept.items()):
             if self._judge(one, previous, everyones[:, place]):
                 return  # later steps follow from this one
@@ -302,11 +308,8 @@ class GradientNorms(Audit, GradientReader):
             self._judge_repetition(step, everyones)
             self._note_finiteness(step, strange_ranks)
             return False
-        is_left_out = bool(strange_ranks) and self._has_finite_parameters()
-        if is_left_out and not self._is_repeated(step):
-            return False  # a GradScaler leaves an overflow out
         if len(strange_ranks) > 1:
-            return self._judge_shared(step, previous, strange_ranks, is_left_out=is_left_out)
+            return self._judge_shared(step, previous, strange_ranks)
         self._note_finiteness(step, strange_ranks)
         owner = strange_ranks[0] if strange_ranks else self._unusual_rank(everyones)
         if owner is None:
@@ -321,13 +324,17 @@ class GradientNorms(Audit, GradientReader):
         else:
             self._finite_step, self._nonfinite_since = step, 0
 
-    def _judge_shared(self, step: int, previous: int, strange_ranks: Sequence[int], *, is_left_out: bool) -> bool:
-        """Judge a step in which the norms of several ranks are not finite; return whether the first one is sought."""
+    def _judge_shared(self, step: int, previous: int, strange_ranks: Sequence[int]) -> bool:
+        """Judge a step in which the norms of several ranks are not finite; return whether the first one is sought.
+
+        A collective.
+        """
         if self._finite_step == previous and not self._nonfinite_since:
             self._nonfinite_since = step
-        is_stated = self.setup.rank == strange_ranks[0] and not is_left_out
+        if self._has_finite_parameters():
+            return False  # so far
         if self._nonfinite_since:
-            if is_stated and not self._has_logged_nonfinite:
+            if self.setup.rank == strange_ranks[0] and not self._has_logged_nonfinite:
                 self._has_logged_nonfinite = True
                 log.warning(
                     "the gradients of %d ranks are infinite or NaN since step %d%s",
@@ -339,7 +346,7 @@ class GradientNorms(Audit, GradientReader):
                     "or update that went wrong on one rank",
                 )
             return False
-        if is_stated:
+        if self.setup.rank == strange_ranks[0]:
             self.report_own(
                 self._finite_step + 1,
                 "gradients",

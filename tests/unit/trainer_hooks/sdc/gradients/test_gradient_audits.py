@@ -76,7 +76,8 @@ def test_unusual_batch_is_no_fault_once_repeated(kept_ranks, batch, seats):
 
 
 @pytest.mark.parametrize(
-    ("fault", "wrong_results"), [("gradient", 1), ("NaN gradient", 1), ("permanent NaN gradient", 2)]
+    ("fault", "wrong_results"),
+    [("gradient", 1), ("huge gradient", 1), ("NaN gradient", 1), ("permanent NaN gradient", 2)],
 )
 def test_faulty_gpu_is_named_in_another_seat(kept_ranks, fault, wrong_results):
     told = train(kept_ranks, "ddp", fault, {"gradient_norm": {"interval": 1}}, ["exchanged seats"])
