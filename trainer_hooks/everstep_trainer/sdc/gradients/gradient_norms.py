@@ -44,7 +44,10 @@ SPREAD_FACTOR = 3.0
 """A deviation (of a logarithm) is suspicious from this multiple of the largest one that other ranks had lately. Those
 of the rank itself do not count, as a GPU that errs often would make its errors usual."""
 CHANGED_RATIO = 4.0
-"""Norms of the same samples count as changed from this factor on, since kernels may vary a little."""
+"""Norms of the same samples count as changed from this factor on: another node's kernels may round in another way."""
+SAME_STEP_TOLERANCE = 0.01
+"""Largest relative difference, in the median over groups, of a rank's norms in a step and in its repetition. Beyond it
+the samples or the state before the step are others, and the two say nothing about each other."""
 REMEMBERED = 128
 """Fewest due steps for which a deviation counts; it counts for twice as many at most."""
 WARMUP_STEPS = 8
@@ -137,7 +140,6 @@ class GradientNorms(Audit, GradientReader):
         self._is_reading = False
         self._norms: list[torch.Tensor] = []  # of the running step
         self._norm_places: list[int] = []
-        self._place_count = 0
         self._groups: list[torch.Tensor] = []  # one tensor: the groups of the norms at these places
         self._grouped_places: list[int] = []
         self._kept: dict[int, _Kept] = {}  # of the steps since the last exchange
@@ -150,7 +152,9 @@ class GradientNorms(Audit, GradientReader):
         self._finite_step = -1  # the last step whose norms were read and finite, or before the generation's first one
         self._nonfinite_since = 0  # a step, if it is known how norms came to be infinite or NaN in it; 0: they are not
         self._has_logged_nonfinite = False
-        self._watched_until = self._refused_rank = -1  # after a refused update; the rank that alone had NaN in it
+        self._watched_until = -1  # after a refused update
+        self._was_refused = False  # the last update
+        self._refused_rank: int | None = None  # that alone had NaN in it; -1: there was none, None: norms were not read
 
     def begin_step(self, step: int, *, due: bool) -> None:
         self.close()
@@ -169,15 +173,15 @@ class GradientNorms(Audit, GradientReader):
         with self.cost():
             begin = len(self._norms)
             self._norms += torch._foreach_norm(list(gradients), dtype=torch.float32)
+            after = len(self._places)
             if parameters:
-                self._norm_places += [self._places.get(id(parameter), 0) for parameter in parameters]
-                self._place_count = len(self._places)
+                self._norm_places += [self._places.get(id(parameter), after) for parameter in parameters]
             else:  # shards, always in the same order
-                self._norm_places += range(begin, len(self._norms))
-                self._place_count = len(self._norms)
+                self._norm_places += range(after + begin, after + len(self._norms))
 
     def before_update(self, step: int, *, due: bool) -> None:
         previous, self._update_step = self._update_step, step
+        self._was_refused = False
         if not self._is_reading:
             return
         self._kept[step] = _Kept(self._without_overflow(self._read(step)), previous)
@@ -187,9 +191,11 @@ class GradientNorms(Audit, GradientReader):
     def update_refused(self, step: int) -> None:
         """Compare the step's norms at once if they were read, and read those of the next steps.
 
-        One bad batch makes one rank's gradients NaN, and the guard leaves it out. A rank that is alone with NaN in two
-        refused steps is suspected.
+        One bad batch makes one rank's gradients NaN, and the guard leaves it out. A rank that is alone with NaN is
+        suspected in the second refused step in a row.
         """
+        before = self._refused_rank if self._was_refused else -1
+        self._was_refused, self._refused_rank = True, None
         self._watched_until = step + STEPS_READ_AFTER_REFUSAL
         if not self._is_reading:
             return
@@ -198,9 +204,9 @@ class GradientNorms(Audit, GradientReader):
             self._judge_repetition(step, everyones)
             return
         ranks = _ranks_where(~torch.isfinite(everyones))
-        if len(ranks) == 1 and ranks[0] == self._refused_rank:
-            self._suspect(step, ranks[0], everyones)
         self._refused_rank = ranks[0] if len(ranks) == 1 else -1
+        if len(ranks) == 1 and before in (None, ranks[0]):
+            self._suspect(step, ranks[0], everyones)
 
     def close(self) -> None:
         self._is_reading = False
@@ -241,7 +247,9 @@ class GradientNorms(Audit, GradientReader):
         if self._norms and size:
             if self._norm_places != self._grouped_places:
                 self._grouped_places = list(self._norm_places)
-                groups = [place * size // self._place_count for place in self._norm_places]
+                count, groups = len(self._norms), [0] * len(self._norms)
+                for number, at in enumerate(sorted(range(count), key=self._norm_places.__getitem__)):
+                    groups[at] = number * size // count
                 self._groups = [torch.tensor(groups, device=self.setup.device)]
             squares = torch.stack(self._norms).to(device=self.setup.device, dtype=torch.float64).square()
             grouped.index_add_(0, self._groups[0], squares)
@@ -307,6 +315,10 @@ class GradientNorms(Audit, GradientReader):
         if self._is_suspected(step):
             self._judge_repetition(step, everyones)
             self._note_finiteness(step, strange_ranks)
+            return False
+        # before_update knows only whether the first of several optimizers leaves its update out
+        has_several = len(self._optimizers) > 1 and not self._is_repeated(step)
+        if strange_ranks and has_several and self._has_finite_parameters():
             return False
         if len(strange_ranks) > 1:
             return self._judge_shared(step, previous, strange_ranks)
@@ -390,7 +402,9 @@ class GradientNorms(Audit, GradientReader):
 
     def _judge_repetition(self, step: int, everyones: torch.Tensor) -> None:
         """Judge the repetition of the suspected step, in which the suspected process may have another rank."""
-        agreed, before = self._agreed, to_repeat.suspected.pop(step, None)
+        agreed, before = self._agreed, to_repeat.suspected.get(step)
+        for later in [one for one in to_repeat.suspected if one >= step]:
+            del to_repeat.suspected[later]  # later ones followed from what the suspected step had made
         if agreed is not None and agreed.is_exchanged:
             deviation = float(_deviations(everyones)[agreed.suspected_rank])
             if math.log(MIN_RATIO) < deviation < math.inf:  # another node gets it from the same samples, too
@@ -405,7 +419,10 @@ class GradientNorms(Audit, GradientReader):
         If it has another rank now, the process that was this rank has exchanged the samples with it.
         """
         rank, owner = self.setup.rank, before.owner
+        others = [one for one in range(len(everyones)) if one not in (owner, rank)]
         changed = _ranks_where(_has_changed(before.norms, everyones))
+        usual = _deviations(everyones) <= math.log(MIN_RATIO)  # false for NaN
+        usual &= torch.isfinite(everyones).all(dim=1)
         if owner not in changed:
             if rank == owner:
                 cause = "its samples, or a GPU that errs in the same way each time"
@@ -415,20 +432,26 @@ class GradientNorms(Audit, GradientReader):
             else:
                 cause = "its samples, as another node got the same from them"
             log.warning("step %d was repeated; the cause of the unusual gradients of rank %d: %s", step, owner, cause)
-        elif not set(changed) <= {owner, rank}:
+        elif not _is_same_step(before.norms[others], everyones[others]):
             log.warning(
-                "step %d was repeated, but the gradients of ranks %s changed: nothing follows about the unusual ones "
-                "of rank %d",
+                "step %d was repeated, but the gradients of other ranks changed, too: nothing follows about the "
+                "unusual ones of rank %d",
                 step,
-                ", ".join(map(str, changed)),
                 owner,
             )
         elif rank == owner:
             self._report_repetition(step, before, everyones, 1, "no other rank's gradients changed in the repetition")
-        elif rank not in changed:
-            self._report_repetition(step, before, everyones, 1, f"rank {owner} got others from the same samples")
+        elif not usual[owner]:
+            log.warning(
+                "step %d was repeated, and another node got other unusual gradients from the samples of rank %d: "
+                "nothing follows about either node",
+                step,
+                owner,
+            )
+        elif usual[rank] or rank not in changed:
+            self._report_repetition(step, before, everyones, 1, f"rank {owner} gets usual ones from the same samples")
         else:
-            words = f"rank {owner} got others from the same samples, and rank {rank} did before from its own"
+            words = f"rank {owner} gets usual ones from the same samples, and rank {rank} did before from its own"
             self._report_repetition(step, before, everyones, 2, words)
 
     def _report_repetition(
@@ -454,6 +477,12 @@ def _has_changed(before: torch.Tensor, now: torch.Tensor) -> torch.Tensor:
     """Return which norms, ranks x groups, have changed by CHANGED_RATIO, or to or from infinity or NaN."""
     ratios = (now.log() - before.log()).abs()  # NaN where both are zero
     return (torch.isfinite(before) != torch.isfinite(now)) | (torch.isfinite(now) & (ratios > math.log(CHANGED_RATIO)))
+
+
+def _is_same_step(before: torch.Tensor, now: torch.Tensor) -> bool:
+    """Return whether the norms of some ranks, ranks x groups, can be those of one step that was done twice."""
+    differences = ((now - before).abs() / before).nan_to_num(0.0)  # NaN where both are zero
+    return bool((differences.median(dim=1).values <= SAME_STEP_TOLERANCE).all())
 
 
 def _deviations(everyones: torch.Tensor) -> torch.Tensor:
