@@ -39,13 +39,18 @@ def test_node_whose_gpu_gives_nan_is_evicted() -> None:
     with tempfile.TemporaryDirectory(prefix="everstep-") as name, WarmWorld(Path(name) / "out", names) as world:
         world.start_controller()
         world.boot_nodes()
-        for node in world.nodes.values():
+        client = Client(world.url, world.operator_token)
+        *members, spare = world.nodes.values()
+        for node in members:
             node.join(launch(node, Path(name)), {"FAULTY": "1"} if node.name == "n2" else {})
+        wait_for(lambda: any(event.kind == "generation" for event in client.events().collect(500).events), "a roster")
+        spare.join(launch(spare, Path(name)))
         launchers = [node.launcher for node in world.nodes.values()]
         wait_for(lambda: sum(one is not None and one.poll() == 0 for one in launchers) >= RANKS, "the job's end")
-        told = Client(world.url, world.operator_token).events().collect(500).events
+        told = client.events().collect(500).events
         sums = [float(path.read_text()) for path in Path(name).glob("sum-*")]
-    assert [event.node for event in told if event.kind == "verdict.evict"] == ["n2"]
+    story = "\n".join(event.sentence for event in told)
+    assert [event.node for event in told if event.kind == "verdict.evict"] == ["n2"], story
     searched, suspected = [event.sentence for event in told if event.kind == "audit.suspicion"]
     assert "a rank, still unknown, may stand out in gradients" in searched
     assert "stands out from the other ranks in gradients" in suspected
