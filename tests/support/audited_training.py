@@ -127,6 +127,10 @@ def _exchanged_seats(rank: int, world: int) -> Iterator[int]:
     store = dist.distributed_c10d._get_default_store()
     number = next(_groups)
     for name, now in (("exchanged", exchanged), ("as before", rank)):
+        # gloo may reset a connection whose other end still receives, so all ranks have to be done with the group
+        if store.add(f"done/{name}/{number}", 1) == world:
+            store.set(f"all done/{name}/{number}", "")
+        store.wait([f"all done/{name}/{number}"])
         dist.destroy_process_group()
         dist.init_process_group("gloo", store=dist.PrefixStore(f"{name}/{number}", store), rank=now, world_size=world)
         if name == "exchanged":
