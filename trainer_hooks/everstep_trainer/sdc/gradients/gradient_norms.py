@@ -17,21 +17,20 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn, optim
-from torch.distributed.tensor import DTensor
 
 from everstep.vocabulary import AuditLink
 from everstep_trainer.parallel.exact.summation import all_gather
 from everstep_trainer.sdc.audit import Audit, AuditSetup
 from everstep_trainer.sdc.digests.digest import float_hex
 from everstep_trainer.sdc.gradients.gradient_exchange import GradientReader, GradientTap
-from everstep_trainer.state.tracked_objects import as_list
+from everstep_trainer.state.tensors import local_part
+from everstep_trainer.state.tracked_objects import TrackedObjects
 
 log = logging.getLogger(__name__)
 
@@ -133,15 +132,12 @@ class GradientNorms(Audit, GradientReader):
                 MIN_RANKS,
             )
         # DDP forms other buckets after the first step, so norms are put into groups by the order of the parameters.
+        self._tracked = TrackedObjects(setup.objects)
         self._places = {id(parameter): place for place, parameter in enumerate(self._parameters())}
-        self._optimizers = [
-            one for tracked in setup.objects.values() for one in as_list(tracked) if isinstance(one, optim.Optimizer)
-        ]
         self._is_reading = False
         self._norms: list[torch.Tensor] = []  # of the running step
         self._norm_places: list[int] = []
-        self._groups: list[torch.Tensor] = []  # one tensor: the groups of the norms at these places
-        self._grouped_places: list[int] = []
+        self._grouping: tuple[list[int], torch.Tensor] | None = None  # the last places, and the groups of their norms
         self._kept: dict[int, _Kept] = {}  # of the steps since the last exchange
         self._exchanged_step = 0
         self._agreed: _Agreement | None = None
@@ -227,7 +223,9 @@ class GradientNorms(Audit, GradientReader):
         rank, world = self.setup.rank, self.setup.world_size
         steps = [one for one, seen in to_repeat.suspected.items() if one >= step and len(seen.norms) == world]
         mine = _Agreement(
-            len(self._norms), -1, -1, False, to_repeat.read_each_step_until, to_repeat.deviation_of_samples
+            norms=len(self._norms),
+            read_each_step_until=to_repeat.read_each_step_until,
+            deviation_of_samples=to_repeat.deviation_of_samples,
         )
         if steps:
             _, owner, is_own = to_repeat.suspected[min(steps)]
@@ -245,20 +243,19 @@ class GradientNorms(Audit, GradientReader):
         size = min(GROUPS, self._agreed.norms) if self._agreed is not None else 0
         grouped = torch.zeros(size, dtype=torch.float64, device=self.setup.device)
         if self._norms and size:
-            if self._norm_places != self._grouped_places:
-                self._grouped_places = list(self._norm_places)
+            if self._grouping is None or self._grouping[0] != self._norm_places:
                 count, groups = len(self._norms), [0] * len(self._norms)
                 for number, at in enumerate(sorted(range(count), key=self._norm_places.__getitem__)):
                     groups[at] = number * size // count
-                self._groups = [torch.tensor(groups, device=self.setup.device)]
+                self._grouping = list(self._norm_places), torch.tensor(groups, device=self.setup.device)
             squares = torch.stack(self._norms).to(device=self.setup.device, dtype=torch.float64).square()
-            grouped.index_add_(0, self._groups[0], squares)
+            grouped.index_add_(0, self._grouping[1], squares)
         self._norms.clear()
         return grouped.sqrt()
 
     def _without_overflow(self, norms: torch.Tensor) -> torch.Tensor:
         """Return zeros if a GradScaler has found an overflow, so that the fused optimizer leaves its update out."""
-        for optimizer in self._optimizers:
+        for _, optimizer in self._tracked.optimizers:
             if isinstance(found := getattr(optimizer, "found_inf", None), torch.Tensor):
                 norms = norms.where(found.to(norms.device) == 0, 0.0)
         return norms
@@ -271,19 +268,14 @@ class GradientNorms(Audit, GradientReader):
             all_gather(everyones.view(-1), mine.view(-1))
         return everyones.cpu()
 
-    def _parameters(self) -> list[torch.Tensor]:
-        return [
-            parameter
-            for tracked in self.setup.objects.values()
-            for one in as_list(tracked)
-            if isinstance(one, nn.Module)
-            for parameter in one.parameters()
-        ]
+    def _parameters(self) -> Iterator[torch.Tensor]:
+        for _, module in self._tracked.modules:
+            yield from module.parameters()
 
     def _has_finite_parameters(self) -> bool:
         """Return whether the parameters of all ranks are finite. A collective, as shards may differ."""
-        own = (one.to_local() if isinstance(one, DTensor) else one for one in self._parameters())
-        is_finite = torch.tensor(float(all(bool(torch.isfinite(one).all()) for one in own)), device=self.setup.device)
+        own = all(bool(torch.isfinite(local_part(parameter)).all()) for parameter in self._parameters())
+        is_finite = torch.tensor(float(own), device=self.setup.device)
         with self.waiting():
             dist.all_reduce(is_finite, op=dist.ReduceOp.MIN)
         return bool(is_finite)
@@ -317,7 +309,7 @@ class GradientNorms(Audit, GradientReader):
             self._note_finiteness(step, strange_ranks)
             return False
         # before_update knows only whether the first of several optimizers leaves its update out
-        has_several = len(self._optimizers) > 1 and not self._is_repeated(step)
+        has_several = len(self._tracked.optimizers) > 1 and not self._is_repeated(step)
         if strange_ranks and has_several and self._has_finite_parameters():
             return False
         if len(strange_ranks) > 1:
@@ -421,12 +413,12 @@ class GradientNorms(Audit, GradientReader):
         rank, owner = self.setup.rank, before.owner
         others = [one for one in range(len(everyones)) if one not in (owner, rank)]
         changed = _ranks_where(_has_changed(before.norms, everyones))
-        usual = _deviations(everyones) <= math.log(MIN_RATIO)  # false for NaN
-        usual &= torch.isfinite(everyones).all(dim=1)
+        deviations = _deviations(everyones)
+        usual = (deviations <= math.log(MIN_RATIO)) & torch.isfinite(everyones).all(dim=1)
         if owner not in changed:
             if rank == owner:
                 cause = "its samples, or a GPU that errs in the same way each time"
-                deviation = float(_deviations(everyones)[owner])
+                deviation = float(deviations[owner])
                 if deviation < math.inf:
                     to_repeat.deviation_of_samples = max(to_repeat.deviation_of_samples, deviation)
             else:
@@ -451,7 +443,7 @@ class GradientNorms(Audit, GradientReader):
         elif usual[rank] or rank not in changed:
             self._report_repetition(step, before, everyones, 1, f"rank {owner} gets usual ones from the same samples")
         else:
-            words = f"rank {owner} gets usual ones from the same samples, and rank {rank} did before from its own"
+            words = "another node got usual ones from the samples of both runs"
             self._report_repetition(step, before, everyones, 2, words)
 
     def _report_repetition(
