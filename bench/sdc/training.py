@@ -256,7 +256,7 @@ class Training:
                     searched = last = step
                     result.statements += self._statements
                     self._statements.clear()
-                    self._go_to_base()
+                    self._restore(self._base)
                     chain, step = warm.begin(first, phase, is_repeated=True), 0
                     continue
                 changed = reference is not None and digests != reference[step]
@@ -338,9 +338,7 @@ class Training:
                 self._statements.clear()
                 if not is_undone:
                     continue
-                with torch.no_grad():
-                    for target, source in zip(self._state(), kept[back], strict=True):
-                        target.copy_(source)
+                self._restore(kept[back])
                 kept = {one: state for one, state in kept.items() if one <= back}
                 chain, step = warm.begin(offset + back + 1, 0.0, is_repeated=True), back
         return story
@@ -394,11 +392,11 @@ class Training:
     def reset(self) -> None:
         """Go back to the trained state that all runs begin with."""
         gradient_norms.to_repeat.clear()  # it outlives generations
-        self._go_to_base()
+        self._restore(self._base)
 
-    def _go_to_base(self) -> None:
+    def _restore(self, state: list[torch.Tensor]) -> None:
         with torch.no_grad():
-            for target, source in zip(self._state(), self._base, strict=True):
+            for target, source in zip(self._state(), state, strict=True):
                 target.copy_(source)
         self.optimizer.zero_grad()
 
