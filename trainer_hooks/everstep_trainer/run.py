@@ -56,6 +56,7 @@ from everstep_trainer.state.untracked_state import check_untracked
 
 log = logging.getLogger(__name__)
 
+MAX_SECTION_CHARS = 80  # of the name of a section in messages
 STEPS_UNTIL_STATE_CHECK = 2  # updates after which an optimizer holds all the state that it will ever hold
 ACCUMULATION_CHECK_STEPS = 32  # first steps of a generation over which steps without an update are counted
 
@@ -809,12 +810,40 @@ class Run:
     def atomic(self) -> AbstractContextManager[None]:
         """Return a context manager for a section that no regrouping interrupts, such as writing a file. Keep it short.
 
+        A rank in the section counts as working: it is not taken for hung before the job's ``--work-limit-s``.
+
         Example::
 
             with run.atomic():
                 torch.save(metrics, path)
         """
         return self._session.atomic()
+
+    def alone(self, name: str, *, limit_s: float | None = None) -> AbstractContextManager[None]:
+        """Return a context manager for work of this rank for which the other ranks may wait, such as an evaluation.
+
+        The rank is not taken for hung in it, whatever its process does, before ``limit_s`` have passed. Unlike
+        ``atomic`` it does not postpone a regroup: one that comes meanwhile interrupts the section. No call is needed
+        for work that uses the processor or does I/O, which is recognized by itself.
+
+        Example::
+
+            if run.rank == 0 and step % 1000 == 0:
+                with run.alone("validation", limit_s=3600):
+                    validate(model)
+
+        Args:
+            name: What the rank does, for messages and the web page.
+            limit_s: Seconds after which the rank counts as hung in this section. Default: ``--work-limit-s``.
+
+        Raises:
+            ValueError: The name is empty, or the limit is not positive.
+        """
+        if not name.strip():
+            raise ValueError('run.alone needs a name for messages, such as run.alone("validation")')
+        if limit_s is not None and not limit_s > 0:
+            raise ValueError(f"run.alone: limit_s must be positive, not {limit_s}; omit it for the job's limit")
+        return self._session.alone(name[:MAX_SECTION_CHARS], limit_s)
 
     def close(self) -> None:
         """Release hooks, loader workers and the memory tier after the training function was left. For `main` only."""

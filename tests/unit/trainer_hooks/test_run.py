@@ -45,11 +45,36 @@ def test_run_without_everstep_has_one_rank_and_plain_steps(monkeypatch):
         for step in run.steps(until=4):
             with run.atomic():
                 run.report(loss=torch.tensor(1.0))
+            with run.alone("validation", limit_s=60):
+                pass
             seen.append(step)
         assert run.last_finished_step == 4
 
     everstep.main(train)
     assert seen == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("name", "limit_s", "words"), [(" ", None, "name"), ("save", 0.0, "positive")])
+def test_alone_refuses_useless_arguments(name, limit_s, words):
+    run = Run(RankContext(), TrainingSession())
+    with pytest.raises(ValueError, match=words):
+        run.alone(name, limit_s=limit_s)
+
+
+def test_sections_are_nested_and_end_with_their_block():
+    progress = StepProgress(window=3)
+    with progress.section("saving", 5.0):
+        with progress.section("checking"):
+            assert progress.current_section.name == "checking"
+        assert (progress.current_section.name, progress.current_section.limit_s) == ("saving", 5.0)
+    assert progress.current_section is None
+
+
+def test_new_generation_has_no_section():
+    progress = StepProgress(window=3)
+    with progress.section("saving"):
+        progress.enter(2, lambda: 0)
+        assert progress.current_section is None
 
 
 def untracked_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:

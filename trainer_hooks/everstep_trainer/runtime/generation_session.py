@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -126,6 +126,10 @@ class TrainingSession:
 
     def atomic(self) -> AbstractContextManager[None]:
         """Return a section in which no Regroup is raised from outside."""
+        return nullcontext()
+
+    def alone(self, name: str, limit_s: float | None) -> AbstractContextManager[None]:
+        """Return a section in which this rank works while others may wait for it."""
         return nullcontext()
 
 
@@ -326,8 +330,13 @@ class GenerationSession(TrainingSession):
         self._next_clean_report_at = now + max(CLEAN_REPORT_S, spec.world_size * CLEAN_REPORT_PER_RANK_S)
         self.send(AuditsClean(job=spec.job, at=self.clock.wall(), generation=spec.number, rank=rank, step=step))
 
-    def atomic(self) -> AbstractContextManager[None]:
-        return self.interrupter.atomic()
+    @contextmanager
+    def atomic(self) -> Iterator[None]:
+        with self.interrupter.atomic(), self.progress.section("run.atomic()"):
+            yield
+
+    def alone(self, name: str, limit_s: float | None) -> AbstractContextManager[None]:
+        return self.progress.section(name, limit_s)
 
     def handle_versions(self, notice: VersionNotice) -> None:
         """Update, on the signal thread, which version is committed and which may be next."""

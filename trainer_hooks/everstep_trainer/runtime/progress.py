@@ -78,6 +78,18 @@ class LatestLoss:
         return self.value()
 
 
+class WorkSection(msgspec.Struct, frozen=True):
+    """A part of the training function in which a rank works on purpose while others may wait for it.
+
+    Attributes:
+        name: Its name in messages.
+        limit_s: Seconds after which the rank counts as hung in it; None for the job's limit.
+    """
+
+    name: str
+    limit_s: float | None = None
+
+
 MAX_PLANNED_STEP = 10**12
 """Last steps beyond this number stand for a loop without end."""
 
@@ -99,12 +111,14 @@ class StepProgress:
         self._waited_s: float | None = None
         self._busy: deque[float] = deque(maxlen=window)
         self._count_collectives: Callable[[], int] = int  # 0
+        self._sections: list[WorkSection] = []
 
     def enter(self, generation: int, count_collectives: Callable[[], int]) -> None:
         """Begin a generation; steps counted so far belong to the one before."""
         self.begun_step = 0  # first: the signal thread must not take it for a step of the new generation
         self.generation = generation
         self.finished_steps_here = 0
+        self._sections = []
         self._before_s = self.median_step_s
         self._durations.clear()
         self._busy.clear()
@@ -123,6 +137,22 @@ class StepProgress:
     def record_wait(self, seconds: float) -> None:
         """Record seconds of the running step that this rank waited for others in a collective of all ranks."""
         self._waited_s = (self._waited_s or 0.0) + seconds
+
+    @contextmanager
+    def section(self, name: str, limit_s: float | None = None) -> Iterator[None]:
+        """Mark the block as work on purpose, during which the rank is not taken for hung; blocks may be nested."""
+        sections = self._sections
+        sections.append(WorkSection(name, limit_s))
+        try:
+            yield
+        finally:
+            sections.pop()
+
+    @property
+    def current_section(self) -> WorkSection | None:
+        """The innermost section that the main thread is in."""
+        sections = list(self._sections)  # one copy, since the main thread changes it
+        return sections[-1] if sections else None
 
     def plan(self, until: int) -> None:
         """Record the last step; a number without meaning, such as ``sys.maxsize``, counts as not known."""
