@@ -91,6 +91,7 @@ bench: $(STAMP) ## every bench in its quick size
 	$(BIN)/python -m bench.sdc_digest --quick
 	$(BIN)/python -m bench.web_page --quick
 	$(BIN)/python -m bench.sdc --quick
+	$(BIN)/python -m bench.calm --quick
 
 .PHONY: gpu-bundle
 gpu-bundle: ## pack the wheels that make gpu needs where there is no package index

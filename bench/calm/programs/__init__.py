@@ -1,0 +1,13 @@
+"""Programs that do nothing wrong: what ordinary training scripts do on a day without a fault."""
+
+from __future__ import annotations
+
+from bench.calm.program import Program
+from bench.calm.programs import changes_of_state, endings, interpreter, lone_work, pace, saves
+from bench.calm.programs.catalogue import CATALOGUE
+
+__all__ = ["PROGRAMS", "changes_of_state", "endings", "interpreter", "lone_work", "pace", "saves"]
+
+CATALOGUE.audit("light", "lone_validation_of_4s", "gan", "batch_norm")
+CATALOGUE.audit("standard", "gradient_hooks_of_a_step", "fake_quantisation", "gradient_accumulation", "gan")
+PROGRAMS: dict[str, Program] = CATALOGUE.programs
