@@ -16,6 +16,13 @@ NOW = (
         thresholds=above(1, 3),
     ),
     Panel(
+        "Needs a person",
+        "Matters that no automatic action will settle: the list of `everstep status`. The table below names them.",
+        ((f"sum({C}needs)", "open"),),
+        "stat",
+        thresholds=above(1, 5),
+    ),
+    Panel(
         "Unhealthy nodes",
         "Quarantined, lost, held, on probation, in repair or suspect. The table below says why.",
         (("everstep:nodes:unfit", "unhealthy"),),
@@ -120,6 +127,23 @@ NODES = (
         value="Since",
     ),
     Panel(
+        "What needs a person",
+        "Matters that no automatic action will settle, with the time since which they stand. `everstep status` has the "
+        "command to begin with.",
+        ((f"max without (instance, job) ({C}need_since_timestamp_seconds) * 1000", ""),),
+        "table",
+        "dateTimeAsIso",
+        no_value="Nothing needs a person",
+        columns=(
+            ("subject", "Subject"),
+            ("kind", "Kind"),
+            ("gpu", "GPU"),
+            ("finding", "Finding"),
+            ("reason", "Reason"),
+        ),
+        value="Since",
+    ),
+    Panel(
         "Alerts",
         "Alerts that fire, with the time since which their condition holds. The runbook has a heading for each name.",
         ((f'ALERTS_FOR_STATE{{alertname=~"Everstep.*"}} * 1000 and ignoring (alertstate) {FIRING}', ""),),
@@ -131,6 +155,8 @@ NODES = (
             ("severity", "Severity"),
             ("run", "Run"),
             ("node", "Node"),
+            ("gpu", "GPU"),
+            ("finding", "Finding"),
             ("instance", "Instance"),
         ),
         value="Since",

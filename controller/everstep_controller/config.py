@@ -256,6 +256,9 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """URL to which alerts are posted, in the format of Alertmanager's webhooks. Empty: none."""
     alert_token_file: str = ""
     """File with a bearer token for ``alert_url``, readable by its owner only. Empty: no token."""
+    docs_url: str = "https://everstep.readthedocs.io/"
+    """Address of this documentation, to which alerts link. Set it where the site serves the documentation itself.
+    Empty: no links."""
     otlp_endpoint: str = ""
     """URL to which each recovery is posted as one OpenTelemetry trace, by OTLP over HTTP, such as
     ``http://collector:4318/v1/traces``. It needs the packages of ``everstep[otel]``. Empty: none."""
@@ -373,7 +376,7 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
                 "policy.remediation_mode = enforce needs a remediation_backend that resets and reboots nodes: dry_run "
                 "only logs actions"
             )
-        for name in ("webhook_url", "alert_url", "otlp_endpoint"):
+        for name in ("webhook_url", "alert_url", "docs_url", "otlp_endpoint"):
             if (value := getattr(self, name)) and not is_http_url(value):
                 yield f"{name} must be http or https, with a host, not {value!r}"
         yield from self.oidc.contradictions()

@@ -71,7 +71,7 @@ def everstep(context: typer.Context, flags: Flags, _version: Version = False) ->
 
 @app.command()
 def status(context: typer.Context, as_json: Json = False) -> None:
-    """Show a summary of the fleet, and the nodes that need attention."""
+    """Show a summary of the fleet, what needs a person, and the other nodes that are out of service."""
     with connected_client(context) as client:
         fleet = client.status()
         named = () if as_json else _unfit(client, fleet)

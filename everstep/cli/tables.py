@@ -25,6 +25,7 @@ STYLES: dict[str, str] = {
     NodeState.HELD: "magenta",
     NodeState.REPAIR: "red",
     "outbreak": "bold red",
+    "faulty": "bold red",
     JobState.FORMING: "cyan",
     JobState.RUNNING: "green",
     JobState.PAUSED: "yellow",
@@ -136,9 +137,27 @@ def status(fleet: op.FleetStatus) -> RenderableType:
         ("connected", str(fleet.connected_nodes)),
         ("budget", budget),
         *((("database", away),) if fleet.database_outage else ()),
-        *(("outbreak", _outbreak(one, fleet.now)) for one in fleet.outbreaks),
+        *(("outbreak", _outbreak(one, fleet.now)) for one in fleet.outbreaks if fleet.need_count is None),
     )
-    return Group(head, jobs(fleet.jobs)) if fleet.jobs else Group(head, Text("no running jobs", style="dim"))
+    running = jobs(fleet.jobs) if fleet.jobs else Text("no running jobs", style="dim")
+    return Group(head, *needs(fleet), running)
+
+
+def needs(fleet: op.FleetStatus) -> list[RenderableType]:
+    """Render what needs a person; nothing for a controller of an earlier release, which does not list it."""
+    if fleet.need_count is None:
+        return []
+    if not fleet.need_count:
+        return [Text("nothing needs a person", style="green")]
+    made = table("needs a person", "kind", "for", "why, and what to do")
+    for need in fleet.needs:
+        style = "bold red" if need.severity == Severity.CRITICAL else "yellow"
+        why = Text.assemble(
+            need.reason, (f"\n{need.advice}", "dim"), (f"\n{need.command}" if need.command else "", "bold")
+        )
+        made.add_row(Text(need.subject, style=style), need.kind.replace("_", " "), age(fleet.now - need.since), why)
+    left = fleet.need_count - len(fleet.needs)
+    return [made, Text(f"and {left} more", style="dim")] if left > 0 else [made]
 
 
 def _outbreak(one: op.Outbreak, now: float) -> Text:
@@ -146,8 +165,9 @@ def _outbreak(one: op.Outbreak, now: float) -> Text:
 
 
 def _state_text(one: op.NodeSummary) -> Text:
-    """Return the node's state; a node only spared as part of an outbreak is not shown as healthy."""
-    return Text.assemble(styled_state(one.state), (" (outbreak)" if one.outbreaks else "", "bold red"))
+    """Return the node's state; a node that serves despite an outbreak or a fault is not shown as healthy."""
+    despite = " (outbreak)" if one.outbreaks else " (faulty)" if one.is_faulty else ""
+    return Text.assemble(styled_state(one.state), (despite, "bold red"))
 
 
 BY_URGENCY = tuple(map(NodeState, ("repair", "quarantined", "lost", "suspect", "held", "probation")))
@@ -155,12 +175,16 @@ BY_URGENCY = tuple(map(NodeState, ("repair", "quarantined", "lost", "suspect", "
 
 
 def attention(fleet: op.FleetStatus, found: Sequence[op.NodeSummary]) -> RenderableType:
-    """Render the unhealthy nodes with their reasons; ``found`` may hold only the first of them."""
-    made = table("needs attention", "state", "for", "why")
+    """Render the unhealthy nodes that ``needs`` does not name; ``found`` may hold only the first of all."""
+    listed = {need.node for need in fleet.needs}
+    made = table("out of service", "state", "for", "why")
     for one in found:
-        row = _node_row(one, fleet.now)
-        made.add_row(row["node"], row["state"], row["for"], row["why"] or "-")
+        if one.node not in listed:
+            row = _node_row(one, fleet.now)
+            made.add_row(row["node"], row["state"], row["for"], row["why"] or "-")
     left = sum(fleet.nodes.get(state, 0) for state in BY_URGENCY) - len(found)
+    if not made.row_count and left <= 0:
+        return ""
     return Group(made, Text(f"and {left} more: everstep nodes", style="dim")) if left > 0 else made
 
 
@@ -178,7 +202,9 @@ def nodes(found: Iterable[op.NodeSummary], now: float) -> RenderableType:
 
 def top(fleet: op.FleetStatus, found: Iterable[op.NodeSummary], now: float) -> RenderableType:
     """Render the fleet and its jobs, and below as many nodes as fit, unhealthy ones first."""
-    ordered = sorted(found, key=lambda one: (one.state is NodeState.HEALTHY and not one.outbreaks, one.node))
+    ordered = sorted(
+        found, key=lambda one: (one.state is NodeState.HEALTHY and not one.outbreaks and not one.is_faulty, one.node)
+    )
     return Group(status(fleet), nodes(ordered, now))
 
 

@@ -134,7 +134,7 @@ def test_table_names_the_node_the_rule_and_the_time(scene: Scene) -> None:
         f'count({C}job_rank_lateness_seconds{{run="{JOB}"}}) >= 2',
         f'{C}rack_unfit_nodes{{rack="rack-n4"}} == 1',
         'everstep_port_rate_bits_per_second{node="n1", kind="infiniband"} == 400e9',
-        'ALERTS{alertname="EverstepNodeCriticalFinding", alertstate="firing"}',
+        'ALERTS{alertname="EverstepNeedsPerson", alertstate="firing", node="n4", finding="gpu.xid/79", gpu!=""}',
     ],
 )
 def test_faults_show_where_people_look(scene: Scene, query: str) -> None:

@@ -109,7 +109,7 @@ def execute_command(transition: Transition, command: OperatorCommand) -> None:
     if command.action is OperatorAction.RESET_BREAKER:
         reset_breaker(transition)
     elif command.job is not None and command.action is OperatorAction.STOP_JOB:
-        ending.fail_job(transition, transition.state.jobs[command.job], f"stopped by {command.actor}{because}")
+        ending.stop_job(transition, transition.state.jobs[command.job], f"stopped by {command.actor}{because}")
     elif command.job is not None and command.action is OperatorAction.RESIZE_JOB and command.node_limit is not None:
         lifecycle.resize_job(transition, transition.state.jobs[command.job], command.node_limit, command.actor)
     elif command.action is OperatorAction.MAINTENANCE:

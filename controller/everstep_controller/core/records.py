@@ -282,6 +282,8 @@ class NodeScheduling(msgspec.Struct, kw_only=True):
     """Id of the remediation by which Everstep cordoned the node; empty for none."""
     cordon_failed: bool = False
     """True if the remediation ``cordon_id`` was reported as failed; the cordon may be in force all the same."""
+    is_cordon_dry_run: bool = False
+    """True if only the dry run received ``cordon_id``, so that nobody was asked to keep other work away."""
     external_cordon_by: str = ""
     """Name of the person or program other than Everstep that cordoned the node; empty for none."""
     hold_reason: str = ""
@@ -471,13 +473,15 @@ class JobStatus(msgspec.Struct, kw_only=True):
     """Trace id of the event that led to ``state``."""
     paused_for: str = ""
     """Cause of the latest pause; the sentence of a paused job adds the eligible nodes."""
+    is_stopped: bool = False
+    """True for a job that an operator's order ended. Its state is ``FAILED``, and its launchers' exit status 1."""
 
-    def enter(self, state: JobState, sentence: str, *, trace: TraceId, now: float) -> None:
+    def enter(self, state: JobState, sentence: str, *, trace: TraceId, now: float, is_stopped: bool = False) -> None:
         """Enter ``state``, or stay in it for another reason; ``JOB_TRANSITIONS`` must allow it (AssertionError)."""
         assert state in JOB_TRANSITIONS[self.state], f"a job that is {self.state} cannot become {state}"
         if state is not self.state:
             self.state, self.since = state, now
-        self.sentence, self.trace = sentence, trace
+        self.sentence, self.trace, self.is_stopped = sentence, trace, is_stopped
 
 
 class JobMembership(msgspec.Struct, kw_only=True):

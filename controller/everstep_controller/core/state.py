@@ -358,6 +358,16 @@ class VaultOrderRuntime(msgspec.Struct):
     """Digest of the members from which each parity node made P or Q, by node and group."""
 
 
+class JobNotice(msgspec.Struct, frozen=True, kw_only=True):
+    """A matter of a running job that a person has to settle; ``core.needs`` lists it."""
+
+    since: float
+    reason: str
+    """Why it needs a person, as a sentence."""
+    advice: str
+    """What to do, as a sentence."""
+
+
 class JobRuntime(msgspec.Struct):
     """Runtime state of a job."""
 
@@ -368,6 +378,8 @@ class JobRuntime(msgspec.Struct):
     audits: AuditRuntime = msgspec.field(default_factory=AuditRuntime)
     stragglers: StragglerRuntime = msgspec.field(default_factory=StragglerRuntime)
     vault_orders: VaultOrderRuntime = msgspec.field(default_factory=VaultOrderRuntime)
+    notices: dict[str, JobNotice] = {}
+    """What needs a person in the running job, by a key that the rule that sets and removes it chooses."""
     nodes: dict[NodeId, None] = {}
     """Nodes whose ``NodeRuntime.jobs`` contains the job."""
     owned_nodes: frozenset[NodeId] = frozenset()

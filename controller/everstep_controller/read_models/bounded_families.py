@@ -7,7 +7,7 @@ would look at first: nodes out of service, racks with the most of them, and the 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from enum import StrEnum
 from heapq import nlargest, nsmallest
 from operator import attrgetter
@@ -17,13 +17,16 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from everstep.ids import NodeId, Rank
 from everstep.vocabulary import RECOVERY_PHASES, Action, NodeState
+from everstep.wire.v1.operator import Need
+from everstep_controller.core.needs import NeedKind
 from everstep_controller.core.records import JobRecord, NodeRecord
 from everstep_controller.core.state import FleetState
-from everstep_controller.read_models.fleet_views import IN_OUTBREAK, ProbeTracker, ReadModels, effective_state
+from everstep_controller.read_models.fleet_views import FAULTY, IN_OUTBREAK, ProbeTracker, ReadModels, effective_state
 
 PREFIX = "everstep_controller_"
 _BUSY_S = attrgetter("busy_s")
 NODES_SHOWN = 100  # nodes out of service that have a series; those that changed last come first
+NEEDS_SHOWN = 100  # matters that need a person and have a series; the gravest come first
 RACKS_SHOWN = 50  # racks that have a series; those with the most nodes out of service come first
 RANKS_SHOWN = 10  # ranks of a run that have a series; those that work longest on a step come first
 REASON_CHARACTERS = 200  # of the sentence that explains a node's state, in a label
@@ -69,6 +72,7 @@ class NextStep(StrEnum):
 
 _NEXT_BY_STATE: dict[str, NextStep | Action] = {
     IN_OUTBREAK: NextStep.END_OF_OUTBREAK,
+    FAULTY: NextStep.OPERATOR,
     NodeState.SUSPECT: NextStep.HEARTBEAT,
     NodeState.LOST: NextStep.HEARTBEAT,
     NodeState.HELD: NextStep.RELEASE,
@@ -97,9 +101,28 @@ def _rule(record: NodeRecord) -> str:
     return (gravest.rule or str(gravest.kind)) if gravest is not None else ""
 
 
-def node_families(state: FleetState) -> Iterator[Metric]:
+def need_families(needs: Sequence[Need]) -> Iterator[Metric]:
+    """Yield what needs a person: the first ``NEEDS_SHOWN`` with all their labels, and the number of all by kind."""
+    since = GaugeMetricFamily(
+        PREFIX + "need_since_timestamp_seconds",
+        f"Time since which a matter needs a person (unix time), for the {NEEDS_SHOWN} gravest. GPU is the index on the "
+        "node; finding is its kind, and XID.",
+        labels=["kind", "severity", "subject", "node", "run", "gpu", "finding", "reason"],
+    )
+    for need in needs[:NEEDS_SHOWN]:
+        labels = [need.kind, need.severity, need.subject, need.node, need.job, need.gpu, need.finding]
+        since.add_metric([*labels, need.reason[:REASON_CHARACTERS]], need.since)
+    yield since
+    counted = Counter(need.kind for need in needs)
+    by_kind = GaugeMetricFamily(PREFIX + "needs", "Matters that need a person.", labels=["kind"])
+    for kind in NeedKind:
+        by_kind.add_metric([kind], counted[kind])
+    yield by_kind
+
+
+def node_families(state: FleetState, now: float) -> Iterator[Metric]:
     """Yield which nodes are out of service and why, and the racks with the most of them."""
-    shown_states = ((record, effective_state(state, record)) for record in state.nodes.values())
+    shown_states = ((record, effective_state(state, record, now)) for record in state.nodes.values())
     unfit = [(record, shown) for record, shown in shown_states if shown != NodeState.HEALTHY]
     nodes = GaugeMetricFamily(
         PREFIX + "node_unfit_since_timestamp_seconds",

@@ -9,14 +9,13 @@ import asyncio
 from bisect import bisect_right
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from operator import attrgetter
 
 import msgspec
 
 from everstep import __version__
 from everstep.errors import NotFound
 from everstep.ids import Rank, Version
-from everstep.vocabulary import Finding, GenerationReason
+from everstep.vocabulary import Finding, GenerationReason, NodeState
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1 import operator_history
 from everstep.wire.v1.directives import RunProbe
@@ -27,6 +26,7 @@ from everstep_controller.core.health.maintenance import planned_windows
 from everstep_controller.core.health.offences import offender_score
 from everstep_controller.core.health.outbreaks import active_outbreaks, signature, spared_findings_of
 from everstep_controller.core.jobs import membership
+from everstep_controller.core.needs import is_unblemished, list_needs, service_faults
 from everstep_controller.core.records import IN_SERVICE, JobRecord, NodeRecord
 from everstep_controller.core.state import FleetState
 from everstep_controller.leadership.lease import StandbyReport
@@ -208,11 +208,12 @@ class ReadModels:
             self.probes.record_result(node, body)
 
 
-_STATE = attrgetter("state")
-
 MAX_PAGE_SIZE = 1000  # entries in an answer
 IN_OUTBREAK = "outbreak"
 """State shown for nodes that serve despite an outbreak's finding: they are not healthy."""
+FAULTY = "faulty"
+"""State shown for nodes that serve despite a fault that needs a person: they are not healthy."""
+NEEDS_LISTED = 200  # needs of a person that the fleet's status lists
 OUTBREAK_NODES_NAMED = 32  # most nodes of an outbreak that the fleet's status names
 
 
@@ -264,9 +265,9 @@ class NodeFilter(msgspec.Struct, frozen=True, kw_only=True):
     gpu: str = ""  # UUID or serial number
     label: str = ""  # NAME, or NAME=VALUE
 
-    def matches(self, state: FleetState, record: NodeRecord) -> bool:
+    def matches(self, state: FleetState, record: NodeRecord, now: float) -> bool:
         """Return whether the node matches all fields except ``job``."""
-        if self.state and effective_state(state, record) not in self.state.split(","):
+        if self.state and effective_state(state, record, now) not in self.state.split(","):
             return False
         identity = record.identity
         for wanted, actual in (
@@ -284,18 +285,24 @@ class NodeFilter(msgspec.Struct, frozen=True, kw_only=True):
         return not name or (name in identity.labels and (not value or identity.labels[name] == value))
 
 
-def effective_state(state: FleetState, record: NodeRecord) -> str:
-    """Return the node's state, or IN_OUTBREAK for one that serves only because its finding is an outbreak's."""
-    if record.state in IN_SERVICE and spared_findings_of(state, record):
-        return IN_OUTBREAK
+def effective_state(state: FleetState, record: NodeRecord, now: float) -> str:
+    """Return the node's state; IN_OUTBREAK or FAULTY for one that serves despite what stands against it."""
+    if record.state in IN_SERVICE:
+        if spared_findings_of(state, record):
+            return IN_OUTBREAK
+        if service_faults(state, record, now):
+            return FAULTY
     return str(record.state)
 
 
-def node_counts(state: FleetState) -> dict[str, int]:
+def node_counts(state: FleetState, now: float) -> dict[str, int]:
     """Return the number of nodes by ``effective_state``."""
-    if not state.outbreaks:
-        return {str(name): count for name, count in Tally(map(_STATE, state.nodes.values())).items()}
-    return dict(Tally(effective_state(state, record) for record in state.nodes.values()))
+    nodes = state.nodes.values()
+    blemished = [record for record in nodes if not is_unblemished(record)]
+    counts = Tally(effective_state(state, record, now) for record in blemished)
+    if healthy := len(nodes) - len(blemished):
+        counts[str(NodeState.HEALTHY)] += healthy
+    return dict(counts)
 
 
 def outbreaks(state: FleetState) -> tuple[op.Outbreak, ...]:
@@ -315,8 +322,10 @@ def outbreaks(state: FleetState) -> tuple[op.Outbreak, ...]:
     )
 
 
-def _reason(record: NodeRecord, spared: Sequence[Finding]) -> str:
-    """Return the reason for the node's state, and the findings for which an outbreak spares the node."""
+def _reason(record: NodeRecord, spared: Sequence[Finding], faults: Sequence[op.Need]) -> str:
+    """Return the reason for the node's state, and what stands against a node that serves."""
+    if faults and not spared:
+        return "; ".join([*(fault.reason for fault in faults[:3]), f"earlier: {record.sentence}"])
     if not spared or record.state not in IN_SERVICE:
         return record.sentence
     found = "; ".join(f"{signature(finding)} is present on {record.node}: {finding.message}" for finding in spared[:3])
@@ -332,11 +341,12 @@ def _job_of(state: FleetState, node: str) -> str | None:
 def node_summary(context: ViewContext, record: NodeRecord, job: str | None) -> op.NodeSummary:
     live = context.state.node_runtime.get(record.node)
     spared = spared_findings_of(context.state, record)
+    faults = service_faults(context.state, record, context.now())
     return op.NodeSummary(
         node=record.node,
         state=record.state,
         since=record.since,
-        reason=_reason(record, spared),
+        reason=_reason(record, spared, faults),
         connected=context.outbox.has_receiver(record.node),
         last_seen_at=live.heartbeats.last_seen_at if live is not None and live.heartbeats.last_seen_at > 0 else None,
         job=job,
@@ -348,6 +358,7 @@ def node_summary(context: ViewContext, record: NodeRecord, job: str | None) -> o
         hold_reason=record.scheduling.hold_reason,
         driver_version=record.identity.driver_version,
         outbreaks=tuple(dict.fromkeys(signature(finding) for finding in spared)),
+        is_faulty=bool(faults) and not spared,
     )
 
 
@@ -359,7 +370,8 @@ def find_nodes(context: ViewContext, node_filter: NodeFilter) -> list[str]:
         names = job.seats if job is not None and not job.is_ended else []
     else:
         names = list(state.nodes)
-    return sorted(name for name in names if name in state.nodes and node_filter.matches(state, state.nodes[name]))
+    now = context.now()
+    return sorted(name for name in names if name in state.nodes and node_filter.matches(state, state.nodes[name], now))
 
 
 def take_page(found: Sequence[str], cursor: str, limit: int) -> tuple[Sequence[str], str]:
@@ -497,12 +509,13 @@ def job_detail(context: ViewContext, job: str) -> op.JobDetail:
 def fleet_status(context: ViewContext, jobs: Iterable[op.JobSummary]) -> op.FleetStatus:
     """Return the fleet's status; ``jobs`` are those that have not ended."""
     state = context.state
+    needs = list_needs(state, context.now())
     return op.FleetStatus(
         version=__version__,
         epoch=context.epoch,
         now=context.now(),
         started_at=context.started_at,
-        nodes=node_counts(state),
+        nodes=node_counts(state, context.now()),
         jobs=tuple(jobs),
         connected_nodes=context.outbox.connected_count(),
         budget_left=context.budget_left(),
@@ -511,6 +524,8 @@ def fleet_status(context: ViewContext, jobs: Iterable[op.JobSummary]) -> op.Flee
         breaker_at=state.fleet.breaker_since,
         database_outage=state.database_outage,
         outbreaks=outbreaks(state),
+        needs=tuple(needs[:NEEDS_LISTED]),
+        need_count=len(needs),
     )
 
 

@@ -22,6 +22,7 @@ from everstep_controller.api.stream import StreamReservations
 from everstep_controller.core import events as ev
 from everstep_controller.core.health.audits import OUTCOMES
 from everstep_controller.core.health.outbreaks import active_outbreaks
+from everstep_controller.core.needs import list_needs
 from everstep_controller.core.state import FleetState, Ignored
 from everstep_controller.read_models import bounded_families, fleet_views
 from everstep_controller.read_models.bounded_families import PREFIX, LateRanks
@@ -217,12 +218,13 @@ class FleetCollector(Collector):
         text = "Consecutive leaders within the last hour that resigned because nodes could not reach them."
         yield _gauge("leader_resignations", text, report.resignations)
         yield from self._database()
-        yield from _fleet(state, context.outbox)
+        yield from _fleet(state, context.outbox, context.now())
+        yield from bounded_families.need_families(list_needs(state, context.now()))
         yield from self._evictions(state)
         yield from _jobs(self._summaries)
         yield from _audits(state, self._summaries)
         yield from _storage_and_parity(state)
-        yield from bounded_families.node_families(state)
+        yield from bounded_families.node_families(state, context.now())
         yield from bounded_families.run_families(state, self._read_models, self._late, context.now())
         yield from bounded_families.probe_families(self._read_models.probes)
 
@@ -243,7 +245,7 @@ class FleetCollector(Collector):
         yield _gauge("evictions_deferred", "Nodes whose eviction is deferred.", deferred)
 
 
-def _fleet(state: FleetState, outbox: Outbox) -> Iterator[Metric]:
+def _fleet(state: FleetState, outbox: Outbox, now: float) -> Iterator[Metric]:
     yield _gauge("agents_connected", "Nodes with a session.", outbox.connected_count())
     yield _gauge("outbox_depth", "Directives not yet acknowledged.", outbox.total_pending())
     yield _gauge(
@@ -251,7 +253,8 @@ def _fleet(state: FleetState, outbox: Outbox) -> Iterator[Metric]:
     )
     text = "1 while so many nodes are silent at once that none of them is declared lost."
     yield _gauge("correlated_silence", text, state.correlated_silence is not None)
-    counts, names = fleet_views.node_counts(state), [*map(str, NodeState), fleet_views.IN_OUTBREAK]
+    counts = fleet_views.node_counts(state, now)
+    names = [*map(str, NodeState), fleet_views.IN_OUTBREAK, fleet_views.FAULTY]
     yield _gauge_by("nodes", "Nodes by state.", "state", {name: counts.get(name, 0) for name in names})
     outbreaks = active_outbreaks(state)
     affected = len({node for outbreak in outbreaks for node in outbreak.nodes})

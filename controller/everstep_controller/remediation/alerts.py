@@ -17,8 +17,9 @@ import msgspec
 from sqlalchemy.exc import SQLAlchemyError
 
 from everstep.errors import Unavailable
-from everstep.vocabulary import JobState, NodeState
-from everstep_controller.core.health.outbreaks import active_outbreaks
+from everstep.vocabulary import NodeState
+from everstep.wire.v1.operator import Need
+from everstep_controller.core.needs import NeedKind, list_needs, out_of_service
 from everstep_controller.core.state import FleetState
 from everstep_controller.remediation.remediator import call_guarded
 from everstep_controller.remediation.webhook import HttpReceiver
@@ -32,10 +33,34 @@ from everstep_controller.store.rows import AlertRow, LoadedState
 # minutes, so the next post makes up for a lost one. Ended alerts are no longer active, so every alert that may have
 # been posted is kept in the database until its end was posted.
 
-ALERT_SEVERITY_BY_STATE = {NodeState.QUARANTINED: "warning", NodeState.LOST: "warning", NodeState.REPAIR: "critical"}
-"""Node states that raise an alert, and their severities."""
-ENDED_JOB_S = 3600.0
-"""Seconds for which a failed job raises an alert."""
+ALERT_NAMES = {
+    NeedKind.DATABASE_OUTAGE: "EverstepDatabaseUnavailable",
+    NeedKind.BREAKER: "EverstepBreakerOpen",
+    NeedKind.OUTBREAK: "EverstepOutbreak",
+    NeedKind.JOB_PAUSED: "EverstepJobPaused",
+    NeedKind.JOB_FAILED: "EverstepJobFailed",
+    NeedKind.JOB_NOTICE: "EverstepJobNotice",
+    NeedKind.DEFERRED_EVICTION: "EverstepEvictionDeferred",
+    NeedKind.CRITICAL_FINDING: "EverstepCriticalFinding",
+    NeedKind.QUARANTINE: "EverstepNodeOutOfService",
+    NeedKind.REPAIR: "EverstepNodeOutOfService",
+    NeedKind.LOST: "EverstepNodeOutOfService",
+    NeedKind.DRY_RUN: "EverstepNodeOutOfService",
+}
+"""Name of the alert of each kind of need. A node out of service has one alert, whether it needs a person or not."""
+RUNBOOK_HEADINGS = {
+    "EverstepBreakerOpen": "everstepevictionbreakeropen",
+    "EverstepEvictionDeferred": "everstepevictionsdeferred",
+    "EverstepCriticalFinding": "everstepnodecriticalfinding",
+    "EverstepJobFailed": "everstepneedsperson",
+    "EverstepJobNotice": "everstepneedsperson",
+    "EverstepNodeOutOfService": "everstepneedsperson",
+}
+"""Headings of the runbook for alerts whose own name is not one."""
+RUNBOOK = "how-to/runbook.html"
+"""The runbook's page below ``docs_url``."""
+OUT_STATES = (NodeState.QUARANTINED, NodeState.LOST)
+"""States that raise an alert even while the node returns by itself."""
 MAX_ALERTS_PER_POST = 1000
 """Maximum alerts in one post; more go into further posts."""
 
@@ -46,6 +71,8 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
     labels: dict[str, str]  # identify the alert
     summary: str
     since: float  # wall seconds
+    description: str = ""  # what to do, and the command to begin with
+    needs_person: bool = True
 
     @property
     def fingerprint(self) -> str:
@@ -55,45 +82,40 @@ class Alert(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def active_alerts(state: FleetState, now: float) -> list[Alert]:
-    """Return all active alerts, the fleet's own first."""
-    return [*_fleet(state), *_jobs(state, now), *_nodes(state)]
+    """Return an alert for everything that needs a person, and for the other nodes that are out of service."""
+    needs = list_needs(state, now)
+    named = {need.node for need in needs}
+    alerts = [_alert(state, need) for need in needs]
+    for record in state.nodes.values():
+        if record.state in OUT_STATES and record.node not in named:
+            alerts.append(_alert(state, out_of_service(record), needs_person=False))
+    return alerts
 
 
 def database_alert(reason: str, since: float) -> Alert:
     """Return the alert about an outage, the only one that cannot be stored before it is posted."""
-    return _alert("EverstepDatabaseUnavailable", "critical", f"the database is unavailable: {reason}", since)
+    labels = {"alertname": ALERT_NAMES[NeedKind.DATABASE_OUTAGE], "severity": "critical"}
+    return Alert(labels=labels, summary=f"the database is unavailable: {reason}"[:1024], since=since)
 
 
-def _fleet(state: FleetState) -> Iterable[Alert]:
-    if state.database_outage:
-        yield database_alert(state.database_outage, state.database_outage_since)
-    if state.fleet.breaker_reason:
-        yield _alert("EverstepBreakerOpen", "critical", state.fleet.breaker_reason, state.fleet.breaker_tripped_at)
-    for one in active_outbreaks(state):
-        summary = f"{one.sentence(len(state.nodes))}. {one.advice()}"
-        yield _alert("EverstepOutbreak", "critical", summary, one.since, finding=one.name)
+def _alert(state: FleetState, need: Need, *, needs_person: bool = True) -> Alert:
+    name = ALERT_NAMES[NeedKind(need.kind)]
+    labels = {"alertname": name, "severity": need.severity, "node": need.node, "run": need.job}
+    labels |= {"gpu": need.gpu, "finding": need.finding}
+    if name == "EverstepNodeOutOfService":
+        labels["state"] = str(state.nodes[need.node].state)
+    return Alert(
+        labels={label: value for label, value in labels.items() if value},
+        summary=need.reason[:1024],
+        since=need.since,
+        description=f"{need.advice} Begin with: {need.command}" if need.command else need.advice,
+        needs_person=needs_person,
+    )
 
 
-def _jobs(state: FleetState, now: float) -> Iterable[Alert]:
-    for job in state.jobs.values():
-        status = job.status
-        if status.state is JobState.PAUSED:
-            yield _alert("EverstepJobPaused", "critical", status.sentence, status.since, run=job.job)
-        elif status.state is JobState.FAILED and now - status.since < ENDED_JOB_S:
-            yield _alert("EverstepJobFailed", "critical", status.sentence, status.since, run=job.job)
-
-
-def _nodes(state: FleetState) -> Iterable[Alert]:
-    for record in state.nodes.values():
-        severity = ALERT_SEVERITY_BY_STATE.get(record.state)
-        if severity is not None:
-            summary = "; ".join(filter(None, (record.sentence, record.scheduling.hold_reason)))
-            labels = {"node": record.node, "state": str(record.state)}
-            yield _alert("EverstepNodeOutOfService", severity, summary, record.since, **labels)
-
-
-def _alert(name: str, severity: str, summary: str, since: float, **labels: str) -> Alert:
-    return Alert(labels={"alertname": name, "severity": severity, **labels}, summary=summary[:1024], since=since)
+def runbook_url(docs_url: str, alertname: str) -> str:
+    """Return the address of the alert's heading in the runbook."""
+    return f"{docs_url.rstrip('/')}/{RUNBOOK}#{RUNBOOK_HEADINGS.get(alertname, alertname.lower())}"
 
 
 def possibly_notified(loaded: LoadedState) -> list[Alert]:
@@ -103,7 +125,7 @@ def possibly_notified(loaded: LoadedState) -> list[Alert]:
 
 
 def build_posts(
-    firing: list[Alert], resolved: list[Alert], now: float, controller: str
+    firing: list[Alert], resolved: list[Alert], now: float, controller: str, docs_url: str = ""
 ) -> Iterator[tuple[bytes, list[str]]]:
     """Yield posts of all alerts, at most MAX_ALERTS_PER_POST each, with the fingerprints of those that it resolves.
 
@@ -122,16 +144,21 @@ def build_posts(
             "commonLabels": {},
             "commonAnnotations": {},
             "externalURL": controller,
-            "alerts": [_alertmanager_alert(alert, ended_at, controller) for alert, ended_at in page],
+            "alerts": [_alertmanager_alert(alert, ended_at, controller, docs_url) for alert, ended_at in page],
         }
         yield msgspec.json.encode(body), [alert.fingerprint for alert, ended_at in page if ended_at is not None]
 
 
-def _alertmanager_alert(alert: Alert, ended_at: float | None, controller: str) -> dict[str, object]:
+def _alertmanager_alert(alert: Alert, ended_at: float | None, controller: str, docs_url: str) -> dict[str, object]:
+    annotations = {"summary": alert.summary, "needs_person": "yes" if alert.needs_person else "no"}
+    if alert.description:
+        annotations["description"] = alert.description
+    if docs_url:
+        annotations["runbook_url"] = runbook_url(docs_url, alert.labels["alertname"])
     return {
         "status": "firing" if ended_at is None else "resolved",
         "labels": alert.labels,
-        "annotations": {"summary": alert.summary},
+        "annotations": annotations,
         "startsAt": _when(alert.since),
         "endsAt": "0001-01-01T00:00:00Z" if ended_at is None else _when(ended_at),
         "generatorURL": controller,
@@ -165,6 +192,7 @@ class AlertNotifier:
     _: KW_ONLY
     token: str
     controller: str  # this controller's URL, as a link for people
+    docs_url: str = ""  # address of the documentation, for links to the runbook
     state: FleetState
     now: Callable[[], float]
     write: Write
@@ -208,7 +236,7 @@ class AlertNotifier:
 
     async def _notify(self, firing: list[Alert], resolved: list[Alert], now: float) -> None:
         """Post all alerts. Raises Unavailable at the first failed post."""
-        for body, ended in build_posts(firing, resolved, now, self.controller):
+        for body, ended in build_posts(firing, resolved, now, self.controller, self.docs_url):
             self.check_leading()
             await asyncio.to_thread(call_guarded, self._post, body)
             for name in ended:

@@ -139,6 +139,7 @@ class RemediationService:
                 settings.alert_url,
                 token=read_password(settings.alert_token_file) if settings.alert_token_file else "",
                 controller=f"{'https' if settings.tls_certificate else 'http'}://{settings.name}",
+                docs_url=settings.docs_url,
                 state=loop.state,
                 now=loop.now,
                 write=lambda begun, over: store.write(lambda held: table_access.write_alerts(held, begun, over)),

@@ -116,7 +116,7 @@ function nodeOf(one) {
   return {
     name: one.node,
     sortKey: one.node.replace(/\d+/g, (digits) => digits.padStart(9, "0")), // node-2 comes before node-10
-    state: outbreaks.length && SERVING.has(one.state) ? "outbreak" : one.state,
+    state: outbreaks.length && SERVING.has(one.state) ? "outbreak" : one.is_faulty ? "faulty" : one.state,
     storedState: one.state,
     since: one.since,
     reason: one.reason || "",
@@ -226,14 +226,18 @@ export const status = () =>
     breaker: body.breaker || "",
     newestEvent: body.newest_event || 0,
     outage: body.database_outage || "",
-    outbreaks: (body.outbreaks || []).map((one) => ({
-      finding: one.finding,
-      count: one.count,
-      nodes: one.nodes,
+    needs: (body.needs || []).map((one) => ({
+      kind: one.kind,
+      critical: one.severity === "critical",
+      subject: one.subject,
       since: one.since,
-      sentence: one.sentence,
+      reason: one.reason,
       advice: one.advice,
+      command: one.command || "",
+      node: one.node || "",
+      job: one.job || "",
     })),
+    needCount: body.need_count || 0,
   }));
 
 // All nodes, page by page, so that the first ones are shown while the rest is on its way.

@@ -1,4 +1,4 @@
-// The fleet: who needs a person, every node in a grid, and one node with its findings, verdicts and orders.
+// The fleet: what needs a person, every node in a grid, and one node with its findings, verdicts and orders.
 
 import { html, useCallback, useEffect, useMemo, useRef, useState } from "./vendor/htm-preact.js";
 import * as api from "./api.js";
@@ -11,50 +11,45 @@ import { countsOf, touch, useFleet, usePolled } from "./store.js";
 
 // ---- the sentence about the fleet
 
-const OUT = ["repair", "lost", "quarantined", "held", "probation", "outbreak"];
+const OUT = ["faulty", "repair", "lost", "quarantined", "held", "probation", "outbreak"];
+const SHOWN = 4; // needs that are shown before a person asks for all
 
-// What needs a person now, gravest first: [level, sentence, link].
-export function concerns(fleet) {
-  const { status, nodes } = fleet;
-  const repairs = countsOf().get("repair");
-  const found = [];
-  if (status.outage) found.push(["bad", `The database cannot be written: ${status.outage}. Running jobs regroup, but nothing else is decided.`, ""]);
-  if (status.breaker) found.push(["bad", `Evictions are paused: ${status.breaker}. Find the cause, then reset the breaker.`, "breaker"]);
-  for (const one of status.outbreaks) found.push(["bad", `${one.finding} on ${plural(one.count, "node")}: ${one.sentence}. ${one.advice}.`, link("fleet", one.nodes[0])]);
-  for (const job of status.jobs) {
-    if (job.state === "paused") found.push(["bad", `Job ${job.name} is paused: ${job.reason}`, link("job", job.name)]);
-  }
-  if (repairs) {
-    const inRepair = [...nodes.values()].filter((one) => one.state === "repair");
-    const names = inRepair.length ? `: ${named(inRepair)}` : "";
-    found.push(["warn", `${plural(repairs, "node waits", "nodes wait")} for repair${names}.`, inRepair.length ? link("fleet", inRepair[0].name) : ""]);
-  }
-  return found;
+const targetOf = (need) => (need.node ? link("fleet", need.node) : need.job ? link("job", need.job) : "");
+
+// One matter that no automatic action will settle: why, what to do, and the command to begin with.
+function Need({ need, onBreaker, mayOrder }) {
+  const target = targetOf(need);
+  return html`<li class=${need.critical ? "bad" : "warn"}>
+    <span class="why">${target ? html`<a href=${target}>${need.reason}</a>` : need.reason}</span>
+    <span class="do"><small><time>${ago(need.since)}</time></small> ${need.advice}
+      ${need.command && html` <code>${need.command}</code>`}
+      ${need.kind === "breaker" && mayOrder && html` <button class="small" onClick=${onBreaker}>Reset the breaker</button>`}</span>
+  </li>`;
 }
-
-const named = (nodes) => nodes.slice(0, 3).map((one) => one.name).join(", ") + (nodes.length > 3 ? ", …" : "");
 
 function Sentence({ fleet, onBreaker }) {
   const { status } = fleet;
-  const found = concerns(fleet);
+  const [all, setAll] = useState(false);
+  const { needs, needCount } = status;
   const counts = countsOf();
-  const serving = (counts.get("healthy") || 0) + (counts.get("suspect") || 0);
+  const serving = ["healthy", "suspect", "faulty", "outbreak"].reduce((sum, state) => sum + (counts.get(state) || 0), 0);
   const running = status.jobs.filter((job) => job.state === "running").length;
-  const level = found.some(([one]) => one === "bad") ? "bad" : found.length ? "warn" : "good";
+  const level = needs.some((one) => one.critical) ? "bad" : needCount ? "warn" : "good";
   const out = OUT.filter((state) => counts.get(state)).map((state) => `${number(counts.get(state))} ${stateOf(state).label}`);
+  const shown = all ? needs : needs.slice(0, SHOWN);
   return html`<section class="sentence level-${level}" aria-label="State of the fleet" aria-live="polite">
     <p class="main">
       <span class="lamp" aria-hidden="true">${{ good: "✓", warn: "!", bad: "✕" }[level]}</span>
-      ${found.length ? html`<b>${plural(found.length, "thing needs", "things need")} a person.</b> ` : html`<b>Nothing needs a person.</b> `}
+      ${needCount ? html`<b>${plural(needCount, "thing needs", "things need")} a person.</b> ` : html`<b>Nothing needs a person.</b> `}
       ${number(serving)} of ${plural(fleet.total, "node")} serve${out.length ? ` (${out.join(", ")})` : ""};
       ${" "}${running ? `${plural(running, "job runs", "jobs run")}` : "no job runs"}.
       ${" "}<span class="dim">Leader since ${clock(status.startedAt)} (epoch ${status.epoch}); database
       ${status.outage ? " unavailable" : " available"}; ${status.breaker ? "evictions paused" : `${plural(status.budgetLeft, "eviction")} left`}.</span>
     </p>
-    <ul class="concerns">${found.slice(0, 4).map(([kind, text, target], index) => html`<li key=${index} class=${kind}>
-      ${target && target !== "breaker" ? html`<a href=${target}>${text}</a>` : text}
-      ${target === "breaker" && fleet.identity.mayOrder && html` <button class="small" onClick=${onBreaker}>Reset the breaker</button>`}
-    </li>`)}</ul>
+    <ul class="concerns ${all ? "all" : ""}">${shown.map((need) => html`<${Need} key=${`${need.kind} ${need.subject} ${need.since}`} need=${need}
+      onBreaker=${onBreaker} mayOrder=${fleet.identity.mayOrder} />`)}</ul>
+    ${needCount > SHOWN && html`<button class="small more" aria-expanded=${all} onClick=${() => setAll(!all)}>
+      ${all ? "Show fewer" : `Show ${needCount > needs.length ? `the first ${number(needs.length)}` : `all ${number(needCount)}`}`}</button>`}
   </section>`;
 }
 

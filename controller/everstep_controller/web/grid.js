@@ -112,6 +112,11 @@ function glyph(context, kind, x, y, w, h) {
   } else if (kind === "dot") {
     context.moveTo(middleX, middleY - h * 0.1);
     context.lineTo(middleX, middleY + h * 0.1);
+  } else if (kind === "flash") {
+    context.moveTo(x + w * 0.6, y + h * 0.12);
+    context.lineTo(x + w * 0.3, y + h * 0.55);
+    context.lineTo(x + w * 0.7, y + h * 0.55);
+    context.lineTo(x + w * 0.4, y + h * 0.9);
   } else if (kind === "stripes") {
     context.moveTo(x + 1, y + h * 0.7);
     context.lineTo(x + w * 0.7, y + 1);

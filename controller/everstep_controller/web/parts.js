@@ -7,6 +7,7 @@ import { html, useEffect, useLayoutEffect, useRef, useState } from "./vendor/htm
 // Each state has a colour and a glyph, so that states differ without colour too.
 export const NODE_STATES = {
   healthy: { label: "healthy", glyph: "", rank: 9 },
+  faulty: { label: "faulty", glyph: "flash", rank: 0 },
   outbreak: { label: "outbreak", glyph: "stripes", rank: 0 },
   repair: { label: "repair", glyph: "plus", rank: 1 },
   lost: { label: "lost", glyph: "cross", rank: 2 },
@@ -25,6 +26,7 @@ const GLYPHS = {
   half: "M6 2v8M8 2v8M10 2v8",
   dot: "M6 5.2v1.6",
   stripes: "M1 8l7-7M4 11l7-7",
+  flash: "M7 1.5L4 6.5h4L5 10.5",
 };
 
 export const StateMark = ({ state }) => html`<svg class="mark state-${state}" viewBox="0 0 12 12" aria-hidden="true">

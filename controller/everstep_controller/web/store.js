@@ -267,7 +267,7 @@ export function touch(name) {
 }
 
 // What the status tells beyond the states of nodes, which a page counts itself.
-const CHANGES_STATUS = /^(fleet|database|job\.|controller)/;
+const CHANGES_STATUS = /^(fleet|database|job\.|controller|verdict)/;
 const STATELESS = /^(parity\.|spill|remediation|probe|peer|launcher|rank\.|resumed|user_error)/;
 
 function onEvents(batch) {

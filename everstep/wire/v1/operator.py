@@ -47,6 +47,7 @@ class NodeSummary(Message, frozen=True, kw_only=True):
         hold_reason: A person's order that keeps it out, whatever its state.
         outbreaks: Kinds (and XIDs) of its findings for which it is not evicted, since many nodes show them at once. A
             node with any is not fit, whatever its state.
+        is_faulty: It serves despite a fault that needs a person, so it is not fit, whatever its state.
     """
 
     node: NodeId
@@ -64,6 +65,7 @@ class NodeSummary(Message, frozen=True, kw_only=True):
     hold_reason: str = ""
     driver_version: str = ""
     outbreaks: tuple[str, ...] = ()
+    is_faulty: bool = False
 
 
 class PlannedMaintenance(Message, frozen=True, kw_only=True):
@@ -424,19 +426,53 @@ class Outbreak(Message, frozen=True, kw_only=True):
     advice: str
 
 
+class Need(Message, frozen=True, kw_only=True):
+    """A matter that no automatic action will settle, so it needs a person.
+
+    Attributes:
+        kind: ``database_outage``, ``breaker``, ``outbreak``, ``job_paused``, ``job_failed``, ``job_notice``,
+            ``deferred_eviction``, ``critical_finding``, ``quarantine``, ``repair``, ``lost`` or ``dry_run``. Later
+            releases may add others.
+        severity: ``critical`` or ``warning``.
+        subject: The node, the job or the finding; ``fleet`` for the whole fleet.
+        since: Wall seconds.
+        reason: Why it needs a person, as a sentence.
+        advice: What to do, as a sentence.
+        command: The command to begin with; placeholders are in capitals.
+        node: The node; empty for none.
+        job: The job; empty for none.
+        gpu: Index of the GPU on the node, or its id if the node does not know it; empty for none.
+        finding: Kind of the finding, and XID or part: ``gpu.xid/79``, ``network.port_down/mlx5_0``; empty for none.
+    """
+
+    kind: str
+    severity: str
+    subject: str
+    since: float
+    reason: str
+    advice: str
+    command: str = ""
+    node: str = ""
+    job: str = ""
+    gpu: str = ""
+    finding: str = ""
+
+
 class FleetStatus(Message, frozen=True, kw_only=True):
     """The fleet on one screen.
 
     Attributes:
         epoch: Number of the controller's lives over this database.
         nodes: Number of nodes by state. Nodes that serve despite a finding of one of the ``outbreaks`` count as
-            ``outbreak``, whatever their state.
+            ``outbreak``, and those that serve despite a fault that needs a person as ``faulty``, whatever their state.
         jobs: The jobs that are not over.
         budget_left: Number of nodes that may be evicted now.
         breaker: Why automatic eviction is paused; empty if it is not.
         breaker_at: Since when it is paused.
         database_outage: Why the database cannot be written, empty if it can. Jobs still run and regroup; nothing else
             is decided.
+        needs: What needs a person, the gravest first, at most 200. The fleet is well only if this is empty.
+        need_count: Number of all of them; None from a controller of an earlier release, which does not list them.
     """
 
     version: str
@@ -452,3 +488,5 @@ class FleetStatus(Message, frozen=True, kw_only=True):
     breaker_at: float = 0.0
     database_outage: str = ""
     outbreaks: tuple[Outbreak, ...] = ()
+    needs: tuple[Need, ...] = ()
+    need_count: int | None = None

@@ -20,7 +20,7 @@ from tests.sim.checkers.checker import Checker, Watches
 from tests.sim.checkers.stored import Stored
 from tests.sim.facts import Violation
 
-ENDS = ("job.paused", "job.failed", "job.finished")
+ENDS = ("job.paused", "job.failed", "job.stopped", "job.finished")
 LATCHED, OVER, RESET = "fleet.breaker_tripped", "fleet.breaker_reset", "operator.reset_breaker"
 
 

@@ -17,6 +17,7 @@ STATE_BY_AUDIT = {
     "job.paused": JobState.PAUSED,
     "job.finished": JobState.FINISHED,
     "job.failed": JobState.FAILED,
+    "job.stopped": JobState.FAILED,
 }
 """State into which each entry of the audit log puts its job. One event may put a job into several states."""
 

@@ -51,7 +51,7 @@ class Suspicion(Checker):
             self._opened(spec)
 
     def _told(self, kind: str, node: str, job: str) -> None:
-        if kind in ("job.paused", "job.failed", "job.finished"):
+        if kind in ("job.paused", "job.failed", "job.stopped", "job.finished"):
             self._numbers.pop(job, None)
         if kind != "node.lost" or self._states.get(node) is not NodeState.SUSPECT:
             return

@@ -105,6 +105,12 @@ def test_series_per_gpu_or_rank_are_aggregated_or_few(described: Dashboard) -> N
                 assert re.search(r"\b(topk|bottomk|sum|avg|max|min|count)\b", query), panel.title
 
 
+def site_url() -> str:
+    """Return the address of the documentation, as its configuration says."""
+    (line,) = [one for one in (ROOT / "mkdocs.yml").read_text().splitlines() if one.startswith("site_url:")]
+    return line.split()[1]
+
+
 def test_every_alert_says_what_to_do_and_where() -> None:
     assert alerts()
     headings = anchors((ROOT / "docs" / "how-to" / "runbook.md").read_text())
@@ -112,8 +118,8 @@ def test_every_alert_says_what_to_do_and_where() -> None:
         annotations = alert["annotations"]
         assert annotations["summary"]
         assert len(annotations["description"].split()) >= 5 or "`everstep" in annotations["description"]
-        document, _, anchor = annotations["runbook"].partition("#")
-        assert document == "docs/how-to/runbook.md"
+        page, _, anchor = annotations["runbook_url"].partition("#")
+        assert page == f"{site_url()}how-to/runbook.html"
         assert anchor == alert["alert"].lower()
         assert anchor in headings
         assert alert["labels"]["severity"] in {"page", "warn"}

@@ -16,7 +16,7 @@ from everstep_controller.core.health import offences, outbreaks
 from everstep_controller.core.health.quarantine import begin_probation, begin_quarantine
 from everstep_controller.core.jobs.membership import is_computing, jobs_seated_on, next_seats
 from everstep_controller.core.policy import VerdictRule
-from everstep_controller.core.records import Eviction, JobRecord, ReadmissionPlan, UndecidedReason
+from everstep_controller.core.records import Eviction, JobRecord, NodeRecord, ReadmissionPlan, UndecidedReason
 from everstep_controller.core.state import DeadlineKind, FleetState, ScopeKind
 from everstep_controller.core.transition import Transition, defer_judgement
 
@@ -213,6 +213,27 @@ def _budget_used_up(transition: Transition, scope: EvictionScope, deferred_by: s
     transition.schedule(scope.next_free_at, DeadlineKind.DEFERRED_EVICTIONS, deferred_by)
     budget = f"({_format_evictions(scope.limit)} in {transition.policy.eviction_window_s:g} s)"
     return Deferral(deferred_by, f"{scope.describe()} has used up its eviction budget {budget}{detail}")
+
+
+def describe_deferral(state: FleetState, record: NodeRecord, now: float) -> str:
+    """Return what defers the node's eviction at present, as a clause."""
+    scope = record.health.eviction_deferred_by
+    name = scope.partition(":")[2]
+    window = f"{state.policy.eviction_window_s:g} s"
+    match ScopeKind.of(scope):
+        case ScopeKind.FLEET:
+            return state.fleet.breaker_reason or "the fleet has used up its eviction budget"
+        case ScopeKind.DATABASE:
+            return "the database is unavailable, so an eviction could not be recorded"
+        case ScopeKind.RACK:
+            return f"rack {name} has used up its budget of {_format_evictions(rack_scope(state, name, now).limit)} in {window}"
+        case ScopeKind.JOB:
+            return f"job {name} has used up its budget of {_format_evictions(job_scope(state, name, now).limit)} in {window}"
+        case ScopeKind.SHARED:
+            return f"the fleet has used up its eviction budget, and other nodes show {name} too"
+        case _:
+            job = state.jobs.get(name)
+            return (_below_minimum(state, job, record.node) if job is not None else "") or f"job {name} needs the node"
 
 
 def _shortage(state: FleetState, job: JobRecord, node: str, now: float) -> str:

@@ -74,6 +74,7 @@ def handle_scheduler_change(transition: Transition, event: SchedulerStateChanged
 def _note_missing_cordon(transition: Transition, record: NodeRecord) -> None:
     """Note that Everstep's cordon has vanished. It is not set again, since its removal may be intended."""
     record.scheduling.cordon_id, record.scheduling.cordon_failed = "", False
+    record.scheduling.is_cordon_dry_run = False
     sentence = (
         f"{record.node} is out of service ({record.state}), but Everstep's cordon is missing in the scheduler, which "
         "may give the node work; run `everstep node hold` to cordon it again, or `everstep node readmit` to return it"

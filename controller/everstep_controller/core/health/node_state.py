@@ -72,14 +72,14 @@ def cordon(transition: Transition, node: str, sentence: str) -> None:
     scheduling = transition.state.nodes[node].scheduling
     if (scheduling.cordon_failed or not scheduling.cordon_id) and not scheduling.external_cordon_by:
         scheduling.cordon_id = _request_remediation(transition, node, RemediationKind.CORDON, sentence)
-        scheduling.cordon_failed = False
+        scheduling.cordon_failed = scheduling.is_cordon_dry_run = False
 
 
 def uncordon(transition: Transition, node: str, sentence: str) -> None:
     """Lift Everstep's own cordon, and no other."""
     scheduling = transition.state.nodes[node].scheduling
     if scheduling.cordon_id:
-        scheduling.cordon_id, scheduling.cordon_failed = "", False
+        scheduling.cordon_id, scheduling.cordon_failed, scheduling.is_cordon_dry_run = "", False, False
         _request_remediation(transition, node, RemediationKind.UNCORDON, sentence)
 
 
@@ -266,6 +266,9 @@ def handle_remediation_finished(transition: Transition, event: RemediationFinish
     transition.append_history(
         event.node, HistoryKind.ACTION, f"{event.remediation_id} {how}", {"remediation": event.remediation_id}
     )
+    if event.dry_run and record.scheduling.cordon_id == event.remediation_id:
+        record.scheduling.is_cordon_dry_run = True
+        transition.mark_node_changed(event.node)
     plan = record.quarantine.plan
     if plan is not None and plan.pending_remediation_id == event.remediation_id:
         plan.pending_remediation_id = ""
@@ -321,7 +324,7 @@ def send_to_repair(transition: Transition, node: str, sentence: str) -> None:
     transition.add_verdict(node, Decision.REPAIR, sentence, action=Action.REPAIR, evidence=evidence)
     # like a cordon, a repair keeps other work away
     record.scheduling.cordon_id = _request_remediation(transition, node, RemediationKind.REPAIR, sentence)
-    record.scheduling.cordon_failed = False
+    record.scheduling.cordon_failed = record.scheduling.is_cordon_dry_run = False
 
 
 def repair_if_repeat_offender(transition: Transition, node: str) -> bool:

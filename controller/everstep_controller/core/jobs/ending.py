@@ -25,13 +25,20 @@ def fail_job(transition: Transition, job: JobRecord, sentence: str) -> None:
     _end(transition, job, JobState.FAILED, sentence)
 
 
-def _end(transition: Transition, job: JobRecord, state: JobState, sentence: str) -> None:
+def stop_job(transition: Transition, job: JobRecord, sentence: str) -> None:
+    """End the job by an operator's order, and send the reason to all its nodes."""
+    _end(transition, job, JobState.FAILED, sentence, is_stopped=True)
+
+
+def _end(transition: Transition, job: JobRecord, state: JobState, sentence: str, *, is_stopped: bool = False) -> None:
     live = transition.state.job_runtime[job.job]
     if live.commits.committed_version is not None:  # used if no rank reports its last step
         job.progress.ended_step = max(job.progress.ended_step, live.commits.committed_version.step)
-    job.status.enter(state, sentence, trace=transition.trace, now=transition.now)
+    job.status.enter(state, sentence, trace=transition.trace, now=transition.now, is_stopped=is_stopped)
     live.regroup.pending = None
-    transition.audit(f"job.{state}", sentence, job=job.job, generation=job.progress.last_number)
+    transition.audit(
+        "job.stopped" if is_stopped else f"job.{state}", sentence, job=job.job, generation=job.progress.last_number
+    )
     send_stop(transition, job)
     end_spills(transition, job)
     drop_protection(transition, job)

@@ -44,7 +44,7 @@ def test_unfit_node_has_rule_reason_and_next_step() -> None:
     fleet = CoreFleet()
     fleet.register(*(f"n{number}" for number in range(1, 11)))
     fleet.raise_finding("n3", xid())
-    ((labels, since),) = samples(node_families(fleet.state))["node_unfit_since_timestamp_seconds"]
+    ((labels, since),) = samples(node_families(fleet.state, fleet.now))["node_unfit_since_timestamp_seconds"]
     record = fleet.state.nodes["n3"]
     assert (labels["node"], labels["state"], since) == ("n3", str(record.state), record.since)
     assert record.state is not NodeState.HEALTHY
@@ -56,7 +56,7 @@ def test_unfit_node_has_rule_reason_and_next_step() -> None:
 def test_healthy_fleet_has_racks_at_zero_and_no_node() -> None:
     fleet = CoreFleet()
     fleet.register("n1", "n2")
-    found = samples(node_families(fleet.state))
+    found = samples(node_families(fleet.state, fleet.now))
     assert found["node_unfit_since_timestamp_seconds"] == []
     assert {value for _, value in found["rack_unfit_nodes"]} == {0}
 
@@ -69,7 +69,7 @@ def test_families_of_nodes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for number, record in enumerate(fleet.state.nodes.values()):
         rack = msgspec.structs.replace(record.identity.domain, rack=f"r{number % 4}")
         record.identity.domain, record.state, record.since = rack, NodeState.LOST, float(number)
-    found = samples(node_families(fleet.state))
+    found = samples(node_families(fleet.state, fleet.now))
     assert [labels["node"] for labels, _ in found["node_unfit_since_timestamp_seconds"]] == ["n7", "n6", "n5"]
     assert [value for _, value in found["rack_unfit_nodes"]] == [2, 2]
 

@@ -11,8 +11,11 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from everstep_controller.config import ControllerSettings
 from everstep_controller.core.events import DatabaseAvailabilityChanged, OperatorAction, SchedulerStateChanged
+from everstep_controller.core.needs import list_needs
 from everstep_controller.remediation import alerts as alerting
 from everstep_controller.remediation.alerts import (
     MAX_ALERTS_PER_POST,
@@ -32,11 +35,16 @@ from everstep_controller.store.rows import AlertRow, LoadedState
 from starlette.testclient import TestClient
 
 from everstep.errors import ConfigurationError, Unavailable
+from everstep.vocabulary import Action, FindingKind, Mode
 from everstep.wire.v1 import operator as op
+from everstep.wire.v1.agent import Gpu
 from everstep.wire.v1.training import FindingCleared, FindingRaised
 from tests.support.controllers import InProcess, Speaker, post
 from tests.support.core_fleet import CoreFleet
-from tests.support.findings import xid
+from tests.support.findings import uncorrectable_ecc, xid
+from tests.unit.docs.test_documents import anchors
+
+ROOT = Path(__file__).parents[4]
 
 
 class Inbox:
@@ -237,6 +245,57 @@ def test_alert_of_evicted_node_names_its_holder() -> None:
     fleet.order(OperatorAction.HOLD, node="n2")
     (alert,) = active_alerts(fleet.state, fleet.now)
     assert alert.summary.endswith("evicted; ada ordered to hold n2: because")
+
+
+def test_alert_of_a_deferred_eviction_names_node_gpu_and_finding(inbox: Inbox) -> None:
+    watch = Watch(inbox)
+    watch.fleet = CoreFleet()
+    watch.fleet.start(2, min_nodes=2)
+    watch.fleet.state.nodes["n1"].identity.gpus = (
+        Gpu(index=3, uuid="GPU-0", name="H100", memory_bytes=1, pci_bus_id="0000:1b:00", serial=""),
+    )
+    watch.fleet.raise_finding("n1", uncorrectable_ecc())
+    watch.begin()
+    watch.alerting.docs_url = "https://docs.example.com/"
+    watch.look()
+    (alert,) = [one for one in inbox.posts[0]["alerts"] if one["status"] == "firing"]
+    assert alert["labels"] == {
+        "alertname": "EverstepEvictionDeferred",
+        "severity": "critical",
+        "node": "n1",
+        "gpu": "3",
+        "finding": "gpu.ecc_uncorrectable",
+    }
+    said = alert["annotations"]
+    assert said["summary"].startswith("n1 serves with gpu.ecc_uncorrectable on GPU 3 (an uncorrectable error)")
+    assert said["description"].endswith("Begin with: everstep node evict n1 --reason WHY")
+    assert said["runbook_url"] == "https://docs.example.com/how-to/runbook.html#everstepevictionsdeferred"
+    assert said["needs_person"] == "yes"
+
+
+def test_alerts_are_the_needs_and_nodes_that_return_by_themselves() -> None:
+    fleet = CoreFleet()
+    fleet.register(*(f"n{number}" for number in range(1, 41)))
+    fleet.raise_finding("n1", msgspec.structs.replace(uncorrectable_ecc(), mode=Mode.OBSERVE))
+    hot = {"kind": FindingKind.GPU_TEMPERATURE, "action": Action.DRAIN, "message": "95 C"}
+    fleet.raise_finding("n2", msgspec.structs.replace(uncorrectable_ecc(), **hot))
+    alerts = active_alerts(fleet.state, fleet.now)
+    assert [(one.labels["alertname"], one.labels["node"], one.needs_person) for one in alerts] == [
+        ("EverstepCriticalFinding", "n1", True),
+        ("EverstepNodeOutOfService", "n2", False),
+    ]
+    assert [need.subject for need in list_needs(fleet.state, fleet.now)] == ["n1"]
+
+
+def test_runbook_has_a_heading_for_each_alert() -> None:
+    headings = anchors((ROOT / "docs" / "how-to" / "runbook.md").read_text())
+    for name in alerting.ALERT_NAMES.values():
+        assert alerting.runbook_url("https://x", name).partition("#")[2] in headings, name
+
+
+def test_alerts_link_to_the_address_of_the_documentation() -> None:
+    (line,) = [one for one in (ROOT / "mkdocs.yml").read_text().splitlines() if one.startswith("site_url:")]
+    assert ControllerSettings().docs_url == line.split()[1]
 
 
 def _many(kind: str, count: int) -> list[Alert]:

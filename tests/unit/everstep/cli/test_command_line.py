@@ -117,9 +117,40 @@ def test_status_shows_fleet_on_one_screen(run: Any) -> None:
         assert word in result.output
 
 
+def test_status_lists_what_needs_a_person_with_the_command() -> None:
+    need = op.Need(
+        kind="deferred_eviction",
+        severity="critical",
+        subject="n7",
+        since=70.0,
+        reason="n7 serves with gpu.xid/79 on GPU 3",
+        advice="Give the job another node.",
+        command="everstep node evict n7 --reason WHY",
+        node="n7",
+    )
+    fleet = op.FleetStatus(
+        version="1", epoch=1, now=190.0, started_at=0.0, nodes={"faulty": 1}, needs=(need,), need_count=3
+    )
+    text = "\n".join(drawn(tables.status(fleet), 120))
+    assert re.search(r"n7\s+deferred eviction\s+2 min\s+n7 serves with gpu.xid/79 on GPU 3", text)
+    assert "everstep node evict n7 --reason WHY" in text
+    assert "and 2 more" in text
+    out = [op.NodeSummary(node=name, state=NodeState.LOST, since=1.0, reason="silent") for name in ("n7", "n8")]
+    others = "\n".join(drawn(tables.attention(fleet, out), 120))
+    assert "n8" in others
+    assert "n7" not in others
+
+
+def test_status_says_that_nothing_needs_a_person_only_if_so() -> None:
+    well = op.FleetStatus(version="1", epoch=1, now=1.0, started_at=0.0, nodes={}, need_count=0)
+    assert "nothing needs a person" in "\n".join(drawn(tables.status(well), 120))
+    old = msgspec.structs.replace(well, need_count=None)
+    assert "needs a person" not in "\n".join(drawn(tables.status(old), 120))
+
+
 def test_status_names_unfit_nodes_with_reason(run: Any) -> None:
     lines = run("status").output.splitlines()
-    (begin,) = [number for number, line in enumerate(lines) if "needs attention" in line]
+    (begin,) = [number for number, line in enumerate(lines) if "needs a person" in line]
     named = " ".join(lines[begin:])
     assert "n1" in named
     assert "fallen off the bus" in named
