@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from rich import box
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -149,15 +150,18 @@ def needs(fleet: op.FleetStatus) -> list[RenderableType]:
         return []
     if not fleet.need_count:
         return [Text("nothing needs a person", style="green")]
-    made = table("needs a person", "kind", "for", "why, and what to do")
+    count = fleet.need_count
+    shown: list[RenderableType] = [Text(f"{count} {'thing needs' if count == 1 else 'things need'} a person", "bold")]
     for need in fleet.needs:
         style = "bold red" if need.severity == Severity.CRITICAL else "yellow"
-        why = Text.assemble(
-            need.reason, (f"\n{need.advice}", "dim"), (f"\n{need.command}" if need.command else "", "bold")
-        )
-        made.add_row(Text(need.subject, style=style), need.kind.replace("_", " "), age(fleet.now - need.since), why)
-    left = fleet.need_count - len(fleet.needs)
-    return [made, Text(f"and {left} more", style="dim")] if left > 0 else [made]
+        kind = f" {need.kind.replace('_', ' ')}, for {age(fleet.now - need.since)}"
+        command = f"\n{need.command}" if need.command else ""
+        shown += [
+            Text.assemble((need.subject, style), (kind, "dim")),
+            Padding(Text.assemble(need.reason, (f"\n{need.advice}", "dim"), (command, "bold")), (0, 0, 0, 2)),
+        ]
+    left = count - len(fleet.needs)
+    return [*shown, Text(f"and {left} more", style="dim")] if left > 0 else shown
 
 
 def _outbreak(one: op.Outbreak, now: float) -> Text:

@@ -318,6 +318,23 @@ def test_views_fit_the_screen_in_the_dark(live: Live, browser: Any) -> None:
                 assert page.evaluate("document.querySelector('main').scrollWidth") <= width, view
 
 
+def test_deferred_eviction_makes_the_fleet_page_red(live: Live, browser: Any) -> None:
+    """The job needs both of its nodes, so n1 serves with a double-bit error. The last test of this fleet."""
+    with watched(browser) as one:
+        page = one.open(live.link())
+        page.locator(".sentence").wait_for()
+        with live.world.nodes["n1"].kernel_log.open("a") as log:
+            log.write(XID_79.replace("79,", "48,"))
+        page.get_by_role("button", name="faulty 1").wait_for()
+        page.locator(".sentence.level-bad", has_text="a person.").wait_for()
+        need = page.locator(".concerns li", has_text="n1 serves with")
+        assert need.locator(".why").inner_text().startswith("n1 serves with gpu.xid/48 on GPU ")
+        assert "job gpt needs 2 nodes and 1 would be left" in need.inner_text()
+        assert need.locator("code").inner_text() == "everstep node evict n1 --reason WHY"
+        assert page.get_by_role("button", name="healthy 3").count() == 0
+        one.forget_shifts()  # a new need stands above the nodes
+
+
 @pytest.mark.nightly  # bench/web_page.py measures the same
 def test_ten_thousand_nodes_are_shown_and_scroll(browser: Any, tmp_path: Path) -> None:
     """The canvas stays small, and holds the first and the last node at either end of the grid."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from enum import StrEnum
+from typing import NamedTuple
 
 from everstep.vocabulary import Action, Finding, JobState, Mode, NodeState, Severity
 from everstep.wire.v1.operator import Need
@@ -238,38 +239,49 @@ def _finding_entry(
     )
 
 
+class ManualStep(NamedTuple):
+    """A step out of quarantine that a person has to take."""
+
+    reason: str
+    advice: str
+    command: str
+
+
 def _quarantine_needs(state: FleetState, record: NodeRecord, now: float) -> Iterator[Need]:
     """Yield at most one need of a quarantined node: a manual next step, or a remediation that nobody was asked for."""
     node, dry = record.node, _dry_run_note(record)
-    manual = _manual_step(state, record, now)
-    if manual:
-        reason, advice = f"{record.sentence}; {manual}{dry}", _after_repair(node)
-        yield _node_need(NeedKind.QUARANTINE, record, reason, advice, f"everstep node readmit {node} --reason WHY")
+    if (step := _manual_step(state, record, now)) is not None:
+        reason = f"{node} waits for a person: {'; '.join(filter(None, (step.reason, dry)))}. {record.sentence}"
+        yield _node_need(NeedKind.QUARANTINE, record, reason, step.advice, step.command)
     elif dry:
         advice = f"Do it by hand, or set remediation_backend. {node} returns by itself once its findings clear."
         command = f"everstep remediations --node {node}"
-        yield _node_need(NeedKind.DRY_RUN, record, f"{record.sentence}{dry}", advice, command)
+        yield _node_need(NeedKind.DRY_RUN, record, f"{node}: {dry}. {record.sentence}", advice, command)
 
 
-def _manual_step(state: FleetState, record: NodeRecord, now: float) -> str:
-    """Return why the way out of quarantine needs a person; "" if it does not, or if a person keeps the node out."""
-    quarantine, plan = record.quarantine, record.quarantine.plan
+def _manual_step(state: FleetState, record: NodeRecord, now: float) -> ManualStep | None:
+    """Return the next step out of quarantine if it is a person's; None if not, or if a person keeps the node out."""
+    quarantine, plan, node = record.quarantine, record.quarantine.plan, record.node
+    readmit = _after_repair(node), f"everstep node readmit {node} --reason WHY"
+    look = f"everstep node show {node}"
     if out_of_service_reason(record, now):
-        return ""
+        return None
     if quarantine.needs_operator and not (plan is not None and plan.pending_remediation_id):
-        return "only an operator can readmit it"
+        return ManualStep("only an operator can readmit it", *readmit)
     if not record.liveness.reachable and now - record.liveness.lost_at >= LOST_PATIENCE_S:
-        return "its agent is not heard"
+        return ManualStep("its agent is not heard", "Look at its power, network and agent.", look)
     if not quarantine.causes or plan is None or not plan.ladder:
-        return ""
+        return None
     action = plan.ladder[plan.ladder_step]
     if action is Action.REPAIR or action in REMEDIATION_KINDS:
-        enforced = state.policy.remediation_mode is Mode.ENFORCE
-        words = "manual repair" if action is Action.REPAIR else describe_action(action)
-        return "" if enforced else f"its next step is a person's: {words} (remediation_mode is {_mode(state)})"
+        if state.policy.remediation_mode is Mode.ENFORCE:
+            return None
+        reason = f"its next step is manual: {describe_action(action)} (remediation_mode is {_mode(state)})"
+        advice = f"Take this step by hand. {node} returns by itself once its findings clear."
+        return ManualStep(reason, advice, look)
     if now - record.since < CLEARING_PATIENCE_S:
-        return ""
-    return f"{', '.join(quarantine.causes)} has not cleared by itself"
+        return None
+    return ManualStep(f"{', '.join(quarantine.causes)} has not cleared by itself", "Look for the cause.", look)
 
 
 def _mode(state: FleetState) -> str:
@@ -277,17 +289,17 @@ def _mode(state: FleetState) -> str:
 
 
 def _dry_run_note(record: NodeRecord) -> str:
-    """Return which remediation in force only the dry run received, as a clause; "" for none."""
+    """Return which remediation in force only the dry run received; "" for none."""
     plan, missed = record.quarantine.plan, []
     if plan is not None and plan.settle_deadline and was_dry_run(record):
         missed.append("to reset or reboot it")
     if record.scheduling.cordon_id and record.scheduling.is_cordon_dry_run:
         missed.append("to repair it" if record.state is NodeState.REPAIR else "to keep other work away from it")
-    return f"; nobody was asked {' or '.join(missed)} (remediation_backend is dry_run)" if missed else ""
+    return f"nobody was asked {' or '.join(missed)} (remediation_backend is dry_run)" if missed else ""
 
 
 def _repair_need(record: NodeRecord) -> Need:
-    reason = f"{record.sentence}{_dry_run_note(record)}"
+    reason = "; ".join(filter(None, (record.sentence, _dry_run_note(record))))
     command = f"everstep node readmit {record.node} --reason WHY"
     return _node_need(NeedKind.REPAIR, record, reason, _after_repair(record.node), command, Severity.CRITICAL)
 

@@ -46,7 +46,7 @@ function Sentence({ fleet, onBreaker }) {
       ${" "}<span class="dim">Leader since ${clock(status.startedAt)} (epoch ${status.epoch}); database
       ${status.outage ? " unavailable" : " available"}; ${status.breaker ? "evictions paused" : `${plural(status.budgetLeft, "eviction")} left`}.</span>
     </p>
-    <ul class="concerns ${all ? "all" : ""}">${shown.map((need) => html`<${Need} key=${`${need.kind} ${need.subject} ${need.since}`} need=${need}
+    <ul class="concerns">${shown.map((need) => html`<${Need} key=${`${need.kind} ${need.subject} ${need.since}`} need=${need}
       onBreaker=${onBreaker} mayOrder=${fleet.identity.mayOrder} />`)}</ul>
     ${needCount > SHOWN && html`<button class="small more" aria-expanded=${all} onClick=${() => setAll(!all)}>
       ${all ? "Show fewer" : `Show ${needCount > needs.length ? `the first ${number(needs.length)}` : `all ${number(needCount)}`}`}</button>`}

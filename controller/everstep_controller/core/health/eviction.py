@@ -219,16 +219,16 @@ def describe_deferral(state: FleetState, record: NodeRecord, now: float) -> str:
     """Return what defers the node's eviction at present, as a clause."""
     scope = record.health.eviction_deferred_by
     name = scope.partition(":")[2]
-    window = f"{state.policy.eviction_window_s:g} s"
+    used_up = f"has used up its eviction budget ({{}} in {state.policy.eviction_window_s:g} s)"
     match ScopeKind.of(scope):
         case ScopeKind.FLEET:
             return state.fleet.breaker_reason or "the fleet has used up its eviction budget"
         case ScopeKind.DATABASE:
             return "the database is unavailable, so an eviction could not be recorded"
         case ScopeKind.RACK:
-            return f"rack {name} has used up its budget of {_format_evictions(rack_scope(state, name, now).limit)} in {window}"
+            return f"rack {name} {used_up.format(_format_evictions(rack_scope(state, name, now).limit))}"
         case ScopeKind.JOB:
-            return f"job {name} has used up its budget of {_format_evictions(job_scope(state, name, now).limit)} in {window}"
+            return f"job {name} {used_up.format(_format_evictions(job_scope(state, name, now).limit))}"
         case ScopeKind.SHARED:
             return f"the fleet has used up its eviction budget, and other nodes show {name} too"
         case _:

@@ -110,8 +110,16 @@ def test_quarantine_with_a_recommended_reset_needs_a_person() -> None:
     fleet.raise_finding("n3", DOUBLE_BIT)
     (need,) = _needs(fleet)
     assert (need.kind, need.subject, need.finding) == ("quarantine", "n3", "gpu.ecc_uncorrectable")
-    assert "its next step is a person's: reset gpu (remediation_mode is recommend)" in need.reason
-    assert need.command == "everstep node readmit n3 --reason WHY"
+    assert "waits for a person: its next step is manual: reset gpu (remediation_mode is recommend)" in need.reason
+    assert need.advice == "Take this step by hand. n3 returns by itself once its findings clear."
+
+
+def test_quarantine_by_an_operator_waits_for_its_readmission() -> None:
+    fleet = _fleet()
+    fleet.order(OperatorAction.EVICT, node="n3")
+    (need,) = _needs(fleet)
+    assert (need.kind, need.command) == ("quarantine", "everstep node readmit n3 --reason WHY")
+    assert need.reason.startswith("n3 waits for a person: only an operator can readmit it")
 
 
 def test_quarantine_with_automatic_steps_needs_nobody() -> None:

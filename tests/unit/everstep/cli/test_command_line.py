@@ -132,7 +132,8 @@ def test_status_lists_what_needs_a_person_with_the_command() -> None:
         version="1", epoch=1, now=190.0, started_at=0.0, nodes={"faulty": 1}, needs=(need,), need_count=3
     )
     text = "\n".join(drawn(tables.status(fleet), 120))
-    assert re.search(r"n7\s+deferred eviction\s+2 min\s+n7 serves with gpu.xid/79 on GPU 3", text)
+    assert re.search(r"n7 deferred eviction, for 2 min\s+n7 serves with gpu.xid/79 on GPU 3", text)
+    assert "3 things need a person" in text
     assert "everstep node evict n7 --reason WHY" in text
     assert "and 2 more" in text
     out = [op.NodeSummary(node=name, state=NodeState.LOST, since=1.0, reason="silent") for name in ("n7", "n8")]
@@ -150,8 +151,8 @@ def test_status_says_that_nothing_needs_a_person_only_if_so() -> None:
 
 def test_status_names_unfit_nodes_with_reason(run: Any) -> None:
     lines = run("status").output.splitlines()
-    (begin,) = [number for number, line in enumerate(lines) if "needs a person" in line]
-    named = " ".join(lines[begin:])
+    (begin,) = [number for number, line in enumerate(lines) if "need a person" in line or "needs a person" in line]
+    named = " ".join(" ".join(lines[begin:]).split())
     assert "n1" in named
     assert "fallen off the bus" in named
     assert "n3" not in named, "it is healthy"
