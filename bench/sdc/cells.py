@@ -251,7 +251,7 @@ def _about(injection: Injection, results: list[Result]) -> dict[str, Any]:
 def outcome_of(injection: Injection, results: list[Result]) -> dict[str, Any]:
     """Return the record of an injection from what all ranks saw of it."""
     statements = [Statement(rank, said) for rank, one in enumerate(results) for said in one.statements]
-    judgements = judge_all(statements)
+    judgements = judge_all(statements, len(results))
     own = results[injection.rank]
     if own.replica_digests:
         judgements.append(judge_replicas(own.replica_digests, own.steps))

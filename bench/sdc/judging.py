@@ -9,6 +9,8 @@ from enum import StrEnum
 
 import msgspec
 from everstep_controller.core.health import audits
+from everstep_controller.core.health.control_group import has_common_cause
+from everstep_controller.core.state import Accusation
 from everstep_trainer.sdc.audit import Mismatch
 
 from everstep.wire.v1.training import AuditStatement
@@ -27,6 +29,7 @@ class Outcome(StrEnum):
     UNNAMED_SUSPICION = "suspicion of an unknown rank"
     TIE = "tie"
     INCONCLUSIVE = "inconclusive"
+    PROGRAM = "program"
 
 
 @dataclass(frozen=True)
@@ -52,20 +55,41 @@ def node_of(rank: int) -> str:
     return f"n{rank}"
 
 
-def judge_all(statements: Iterable[Statement]) -> list[Judgement]:
-    """Return one judgement per case."""
-    cases: dict[tuple[str, int, int, str], list[AuditStatement]] = defaultdict(list)
+def judge_all(statements: Iterable[Statement], world_size: int | None = None) -> list[Judgement]:
+    """Return one judgement per case; one for an audit of a step in which the program is the cause.
+
+    Args:
+        statements: Those of all ranks.
+        world_size: The number of ranks; None: up to the last one that is named.
+    """
+    steps: dict[tuple[str, int], list[AuditStatement]] = defaultdict(list)
     for one in statements:
         said = one.mismatch
         statement = AuditStatement(job="bench", at=0.0, generation=1, rank=one.rank, **msgspec.structs.asdict(said))
-        cases[str(said.link), said.step, said.owner, said.unit].append(statement)
-    return [_judge(case) for case in cases.values()]
+        steps[str(said.link), said.step].append(statement)
+    return [judgement for said in steps.values() for judgement in _judge_step(said, world_size)]
 
 
-def _judge(case: list[AuditStatement]) -> Judgement:
-    some = case[0]
+def _judge_step(statements: list[AuditStatement], world_size: int | None) -> list[Judgement]:
+    """Judge the statements of one audit in one step."""
+    cases: dict[tuple[int, str], list[AuditStatement]] = defaultdict(list)
+    for one in statements:
+        cases[one.owner, one.unit].append(one)
+    world_size = world_size or 1 + max(max(one.owner, one.rank) for one in statements)
+    judged = [(case[0], audits.judge(case, {one.rank: node_of(one.rank) for one in case})) for case in cases.values()]
+    accusations = [
+        Accusation(rank, node_of(rank), isinstance(judgement, audits.Tied))
+        for some, judgement in judged
+        if (rank := audits.accused_rank(judgement, some.owner)) is not None
+    ]
+    if has_common_cause(accusations, world_size, world_size):
+        return [Judgement(str(statements[0].link), statements[0].step, Outcome.PROGRAM, None)]
+    return [_name(some, judgement) for some, judgement in judged]
+
+
+def _name(some: AuditStatement, judgement: audits.AuditJudgement) -> Judgement:
     outcome, rank = Outcome.INCONCLUSIVE, None
-    match audits.judge(case, {one.rank: node_of(one.rank) for one in case}):
+    match judgement:
         case audits.OwnerConvicted():
             outcome, rank = Outcome.CONVICTED, some.owner
         case audits.OwnerStrike():

@@ -285,7 +285,7 @@ class Training:
 
     def _names_no_rank(self) -> bool:
         """Return whether all statements so far are suspicions that name no rank. A collective."""
-        judgements = judge_all(self._all_statements())
+        judgements = judge_all(self._all_statements(), self.world)
         return all(one.outcome is Outcome.UNNAMED_SUSPICION for one in judgements)
 
     def _is_forgotten(self, injection: Injection | None, digests: list[int]) -> bool:
@@ -329,7 +329,7 @@ class Training:
                 clean = torch.tensor(max(self._clean_steps, default=offset) - offset)
                 dist.all_reduce(clean, op=dist.ReduceOp.MIN)
                 verified = max(verified, int(clean.item()))
-                judgements = judge_all(self._all_statements())
+                judgements = judge_all(self._all_statements(), self.world)
                 replaced = tribunal.replaced(judgements)
                 story.replaced.update(dict.fromkeys(replaced, step))
                 is_undone = bool(replaced) or any(one.outcome in UNDOING for one in judgements)

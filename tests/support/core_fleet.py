@@ -380,15 +380,32 @@ class CoreFleet:
         return self.report(node or spec.node_of(rank), words)
 
     def audit(
-        self, owner: int, step: int, original: str, again: str, *others: str, job: str = "job", **more: Any
+        self,
+        owner: int,
+        step: int,
+        original: str,
+        again: str,
+        *others: str,
+        job: str = "job",
+        settle: bool = True,
+        **more: Any,
     ) -> list[Effect]:
-        """An audit that found a difference: what the owner used and got again, what its peer and an arbiter got."""
+        """An audit that found a difference: what the owner used and got again, what its peer and an arbiter got.
+
+        ``settle``: wait until it is judged.
+        """
         spec, before = self.running(job), len(self.effects)
         fields = {"job": job, "spec": spec, "expects_arbiter": len(others) > 1} | more
         self.state_result(owner, owner, step, original=original, digest=again, **fields)
         for at, digest in enumerate(others):
             self.state_result((owner + 1 + at) % spec.world_size, owner, step, digest=digest, **fields)
+        if settle and self.state.job_runtime[job].audits.cases:
+            self.settle_audits()
         return self.effects[before:]
+
+    def settle_audits(self) -> list[Effect]:
+        """Let the time pass in which other ranks may state what they found in the same step."""
+        return self.advance(self.policy.audit_case_s + 0.1, *self.state.reachable_nodes)
 
     def audited(self, step: int, *ranks: int, job: str = "job") -> list[Effect]:
         """``ranks`` (default: all) had all their work since ``step`` audited."""

@@ -611,7 +611,7 @@ class Run:
         """
         if isinstance(exclude, str):
             raise TypeError(f"exclude takes a list of patterns: exclude=[{exclude!r}]")
-        audits = link_options(sdc or self._session.sdc_preset, sdc_links)
+        audits = self._choose_audits(link_options(sdc or self._session.sdc_preset, sdc_links))
         choices = SnapshotOptions(
             copy_audits=audits.get(AuditLink.CHECKPOINT),
             exclude=tuple(exclude),
@@ -651,6 +651,17 @@ class Run:
         }
         self._loaders += [loader for loader in wrapped.values() if isinstance(loader, PerRankLoader)]
         return wrapped
+
+    def _choose_audits(self, options: Mapping[AuditLink, LinkOptions]) -> dict[AuditLink, LinkOptions]:
+        """Return the audits without those that the controller has switched off for this job."""
+        off = [link for link in options if link in self._session.audits_off]
+        if off and self.rank == 0:
+            log.warning(
+                "audits that are off for the rest of this job, because the program makes them differ: %s "
+                "(`everstep job show` says why)",
+                ", ".join(off),
+            )
+        return {link: one for link, one in options.items() if link not in off}
 
     def _start_audits(self, options: Mapping[AuditLink, LinkOptions], objects: Mapping[str, object]) -> None:
         if not options:

@@ -16,7 +16,7 @@ from everstep_controller.core.checkpoints.commits import check_candidate
 from everstep_controller.core.checkpoints.parity import check_protection, handle_version_protected
 from everstep_controller.core.checkpoints.storage import check_spill, handle_version_spilled
 from everstep_controller.core.effects import Effect
-from everstep_controller.core.health import case_outcomes, findings, maintenance, node_state, quarantine
+from everstep_controller.core.health import audit_outcomes, case_outcomes, findings, maintenance, node_state, quarantine
 from everstep_controller.core.health.audits import handle_audits_clean
 from everstep_controller.core.health.eviction import check_deferred_scope
 from everstep_controller.core.jobs import ending, generations, hangs, joining, lifecycle, losses
@@ -195,7 +195,7 @@ def _check_deadline(transition: Transition, kind: DeadlineKind, subject: str) ->
 def _check_job(transition: Transition, name: str) -> None:
     job, live = transition.state.jobs[name], transition.state.job_runtime[name]
     live.regroup.node_offered_at = None
-    case_outcomes.check_audit_cases(transition, job)
+    audit_outcomes.check_audit_cases(transition, job)
     if job.is_ended:
         return
     if job.is_running:
@@ -321,7 +321,7 @@ _REPORTS: dict[type[Any], Callable[[Transition, JobRecord, str, Any], None]] = {
     training.RankStalled: hangs.handle_rank_stalled,
     training.RankUnresponsive: hangs.handle_rank_unresponsive,
     training.VersionSealed: case_outcomes.handle_sealed,
-    training.AuditStatement: case_outcomes.handle_audit_statement,
+    training.AuditStatement: audit_outcomes.handle_audit_statement,
     training.AuditsClean: handle_audits_clean,
     training.Resumed: lifecycle.handle_resumed,
     training.UserError: lifecycle.handle_user_error,

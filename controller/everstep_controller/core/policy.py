@@ -318,6 +318,10 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     audit_case_s: float = 5.0
     """Seconds to wait for the statements of all ranks that took part in an audit with a difference. Ranks state their
     results within one step; longer waits for agents without a connection, and commits nothing meanwhile."""
+    audit_settle_s: float = 0.5
+    """Seconds after a complete statement until it is judged, so that other ranks can say what they found in the same
+    step. Ranks that have not finished that step are waited for, up to ``audit_case_s``. A shorter wait may accuse a
+    node for a fault of the program, which shows on all ranks; the accusation is then withdrawn."""
     audit_strike_count: int = 2
     """Wrong results of a node inside ``audit_strike_window_s`` that convict it although it did not repeat any of them
     (a strike each). 1 evicts for a single flipped bit, which a cosmic ray can cause; more lets a GPU that computes

@@ -11,7 +11,7 @@ from enum import StrEnum
 import msgspec
 
 from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, Rank, TraceId, Version
-from everstep.vocabulary import Action, Finding, JobState, NodeState, ProbeKind
+from everstep.vocabulary import Action, AuditLink, Finding, JobState, NodeState, ProbeKind
 from everstep.wire.v1.agent import UNKNOWN_HOST, Domain, Gpu, Host
 from everstep.wire.v1.training import GenerationSpec, JobSpec
 from everstep.wire.v1.vault_reports import Protection
@@ -245,6 +245,10 @@ class AuditStrike(msgspec.Struct, frozen=True, omit_defaults=True):
     generation: GenerationNumber
     sentence: str
     """What was wrong, for the sentence of the strike that convicts."""
+    link: AuditLink | None = None
+    """The audit; None in records of older controllers."""
+    on_own_word: bool = False
+    """True if no other rank has done the work again: the node contradicts itself."""
 
 
 class NodeAudits(msgspec.Struct, kw_only=True):
@@ -538,6 +542,13 @@ class JobFailures(msgspec.Struct, kw_only=True):
     """As ``recomputed_steps``, for steps from which on ranks look for the first one whose results stand out."""
 
 
+class JobAudits(msgspec.Struct, kw_only=True):
+    """Audits that are off for the rest of a job."""
+
+    off: dict[AuditLink, str] = {}
+    """Why each of them is off, as a sentence for people."""
+
+
 MAX_RECOMPUTED_STEPS = 64
 """Maximum number of entries in ``JobFailures.recomputed_steps`` and ``searched_steps``."""
 
@@ -638,6 +649,7 @@ class JobRecord(msgspec.Struct, kw_only=True):
     progress: RunProgress
     membership: JobMembership = msgspec.field(default_factory=JobMembership)
     failures: JobFailures = msgspec.field(default_factory=JobFailures)
+    audits: JobAudits = msgspec.field(default_factory=JobAudits)
     commits: JobCommits = msgspec.field(default_factory=JobCommits)
     spills: JobSpills = msgspec.field(default_factory=JobSpills)
     parity: JobParity = msgspec.field(default_factory=JobParity)

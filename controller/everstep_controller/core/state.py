@@ -45,6 +45,7 @@ class ScopeKind(StrEnum):
 
 
 Ignored = Literal[
+    "audit_statement.audit_is_off",
     "audit_statement.not_a_member",
     "audit_statement.stale",
     "audit_statement.surplus",
@@ -281,6 +282,14 @@ class CommitRuntime(msgspec.Struct):
     """Replica nodes that receive no copies, with the time until which they are skipped."""
 
 
+class AuditGroup(NamedTuple):
+    """One audit of one step: all ranks did it, so those that found no difference are the control group."""
+
+    generation: GenerationNumber
+    step: int
+    link: AuditLink
+
+
 class AuditKey(NamedTuple):
     """The work that an audit case is about."""
 
@@ -290,6 +299,10 @@ class AuditKey(NamedTuple):
     link: AuditLink
     unit: str
 
+    @property
+    def group(self) -> AuditGroup:
+        return AuditGroup(self.generation, self.step, self.link)
+
 
 class AuditCase(msgspec.Struct):
     """Statements about work whose results differ, until all are there."""
@@ -297,8 +310,9 @@ class AuditCase(msgspec.Struct):
     key: AuditKey
     spec: GenerationSpec
     """Generation of the work. It may be over: its witnesses still count."""
+    opened_at: float
     due: float
-    """Time at which the case is judged by the statements that have arrived."""
+    """Time at which the case is judged by the statements that have arrived, with the other cases of its group."""
     trace: TraceId
     """Trace id of the first statement."""
     statements: dict[Rank, AuditStatement] = {}
@@ -316,6 +330,22 @@ class AuditCase(msgspec.Struct):
         return self.key.step - (self.key.link is AuditLink.STATE)
 
 
+class Accusation(msgspec.Struct, frozen=True):
+    """A judgement of one case that speaks against a rank."""
+
+    rank: Rank
+    node: NodeId
+    is_tie: bool = False
+    """Whether the rank differs from another one, and either may be wrong."""
+
+
+class JudgedGroup(msgspec.Struct, frozen=True):
+    """The judged cases of a group, for statements that arrive late."""
+
+    spec: GenerationSpec
+    accusations: tuple[Accusation, ...]
+
+
 class AuditRuntime(msgspec.Struct):
     """Audits of a job's work."""
 
@@ -323,6 +353,8 @@ class AuditRuntime(msgspec.Struct):
     """Open cases."""
     judged: dict[AuditKey, None] = {}
     """Newest judged cases; further statements about them change nothing."""
+    judged_groups: dict[AuditGroup, JudgedGroup] = {}
+    """Newest groups with a judged case."""
     clean_steps: dict[Rank, int] = {}
     """Step by rank of the running generation: all of its work since was checked once, without a difference."""
     counted_version: Version | None = None

@@ -147,6 +147,7 @@ class GenerationSpec(Message, frozen=True, kw_only=True, dict=True):
         replica_nodes: For each node, those whose vaults copy the state that its ranks alone hold.
         secret: Authenticates vault transfers of this job (hex).
         after_step: Leave the running generation in order when this step is finished (a boundary), instead of at once.
+        audits_off: Audits that the ranks leave out, because the program and no hardware makes them differ.
     """
 
     job: JobId
@@ -164,6 +165,7 @@ class GenerationSpec(Message, frozen=True, kw_only=True, dict=True):
     spec: JobSpec
     issued_at: float
     after_step: int | None = None
+    audits_off: tuple[AuditLink, ...] = ()
 
     @property
     def world_size(self) -> int:

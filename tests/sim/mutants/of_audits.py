@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from everstep_controller.core.checkpoints import commits, parity
-from everstep_controller.core.health import audits, case_outcomes
+from everstep_controller.core.health import audit_outcomes, audits
 
 from tests.sim.mutants.mutant import Mutant
 from tests.sim.mutants.surgery import method_mistaken, mistaken, swapped
@@ -16,7 +16,7 @@ OF_AUDITS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the owner is blamed for what its auditor got wrong",
-        lambda: mistaken(case_outcomes._settle_audit, "case.spec.node_of(judgement.rank)", "owner"),
+        lambda: mistaken(audit_outcomes._settle_audit, "case.spec.node_of(judgement.rank)", "owner"),
         seeds=(16,),
     ),
     Mutant(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -14,7 +14,7 @@ import torch
 
 from everstep.clock import Clock
 from everstep.ids import Version
-from everstep.vocabulary import Finding, FindingKind, Mode, Severity
+from everstep.vocabulary import AuditLink, Finding, FindingKind, Mode, Severity
 from everstep.wire.v1.directives import VersionNotice
 from everstep.wire.v1.local import ToAgent, WrongProduct
 from everstep.wire.v1.training import AuditsClean, AuditStatement, FindingRaised, Resumed, SdcPreset
@@ -109,6 +109,11 @@ class TrainingSession:
     def sdc_preset(self) -> SdcPreset:
         """How thoroughly the job audits its work, unless the training function says otherwise."""
         return "off"
+
+    @property
+    def audits_off(self) -> Collection[AuditLink]:
+        """Audits that the controller has switched off for this job, because the program makes them differ."""
+        return ()
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -295,6 +300,10 @@ class GenerationSession(TrainingSession):
     @property
     def sdc_preset(self) -> SdcPreset:
         return self._spec.spec.sdc
+
+    @property
+    def audits_off(self) -> Collection[AuditLink]:
+        return self._spec.audits_off
 
     @property
     def nodes(self) -> tuple[str, ...]:

@@ -7,7 +7,8 @@ states only its own results, and no node is convicted on the word of one other n
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import chain
 
 import msgspec
 
@@ -16,7 +17,7 @@ from everstep.vocabulary import AuditLink, AuditRole
 from everstep.wire.v1.training import AuditsClean, AuditStatement, GenerationSpec
 from everstep_controller.core.checkpoints.commits import verify_audit_candidate
 from everstep_controller.core.records import JobRecord
-from everstep_controller.core.state import AuditCase, AuditKey, AuditRuntime
+from everstep_controller.core.state import Accusation, AuditCase, AuditGroup, AuditKey, AuditRuntime, JudgedGroup
 from everstep_controller.core.transition import Transition
 
 MAX_CASES = 64
@@ -111,6 +112,17 @@ def judge(statements: Collection[AuditStatement], nodes: Mapping[Rank, NodeId]) 
         return OwnerStrike(f"{_own_contradiction(owner, work)}{difference}", max(1, owner.wrong_results))
     words = f"an audit of {work} of rank {owner.rank} found a difference, but no other rank has stated its result"
     return Inconclusive(words, is_incomplete=True)
+
+
+def accused_rank(judgement: AuditJudgement, owner: Rank) -> Rank | None:
+    """Return the rank that a judgement speaks against; of a tie, the owner; None if it speaks against no rank."""
+    match judgement:
+        case AuditorStrike():
+            return judgement.rank
+        case OwnerConvicted() | OwnerStrike() | Tied() | Suspicion(names_owner=True):
+            return owner
+        case _:
+            return None
 
 
 def _own_contradiction(owner: AuditStatement, work: str) -> str:
@@ -211,16 +223,16 @@ class _Arbitration(msgspec.Struct, frozen=True):
 # ---- cases
 
 
-def record_statement(transition: Transition, job: JobRecord, node: str, report: AuditStatement) -> AuditCase | None:
-    """Record a rank's statement about its own results. Return its case once it can be judged; it is then closed."""
+def record_statement(
+    transition: Transition, job: JobRecord, node: str, report: AuditStatement
+) -> Sequence[Sequence[AuditCase]]:
+    """Record a rank's statement about its own results. Return the groups that can be judged now; they are closed."""
     audits = transition.state.job_runtime[job.job].audits
     key = AuditKey(report.generation, report.owner, report.step, report.link, report.unit)
-    case, running = audits.cases.get(key), job.running_generation
-    if case is None and (running is None or not job.is_running or report.generation != running.number):
-        transition.count_ignored("audit_statement.stale")
-        return None
-    spec = case.spec if case is not None else running
-    if key in audits.judged or spec is None:
+    case, spec = audits.cases.get(key), _generation_of(job, audits, key)
+    if key.link in job.audits.off:
+        transition.count_ignored("audit_statement.audit_is_off")
+    elif key in audits.judged or spec is None:
         transition.count_ignored("audit_statement.stale")
     elif not spec.has_rank_on(node, report.rank) or report.owner >= spec.world_size:
         transition.count_ignored("audit_statement.not_a_member")
@@ -234,16 +246,31 @@ def record_statement(transition: Transition, job: JobRecord, node: str, report: 
         case = case or _open_case(transition, job, audits, key, spec)
         case.statements[report.rank] = report
         if _is_complete(case):
-            _close(audits, case)
-            return case
-    return None
+            case.due = transition.now + _settle_s(transition, case)
+            transition.schedule_job(case.due, job.job)
+            return close_settled_groups(transition, job)
+    return ()
+
+
+def _generation_of(job: JobRecord, audits: AuditRuntime, key: AuditKey) -> GenerationSpec | None:
+    """Return the generation of the work: the running one, or the one of statements about the same audit."""
+    if job.running_generation is not None and job.is_running and job.running_generation.number == key.generation:
+        return job.running_generation
+    if key.group in audits.judged_groups:
+        return audits.judged_groups[key.group].spec
+    return next((case.spec for case in audits.cases.values() if case.key.group == key.group), None)
+
+
+def _settle_s(transition: Transition, case: AuditCase) -> float:
+    """Return the seconds for which other ranks may say what they found. Norms are compared between ranks already."""
+    return 0.0 if case.key.link is AuditLink.GRADIENT_NORM else transition.policy.audit_settle_s
 
 
 def _open_case(
     transition: Transition, job: JobRecord, audits: AuditRuntime, key: AuditKey, spec: GenerationSpec
 ) -> AuditCase:
     due = transition.now + transition.policy.audit_case_s
-    case = audits.cases[key] = AuditCase(key, spec, due, transition.trace)
+    case = audits.cases[key] = AuditCase(key, spec, transition.now, due, transition.trace)
     transition.schedule_job(due, job.job)
     return case
 
@@ -272,13 +299,58 @@ def _close(audits: AuditRuntime, case: AuditCase) -> None:
         del audits.judged[next(iter(audits.judged))]
 
 
-def close_overdue_cases(transition: Transition, job: JobRecord) -> list[AuditCase]:
-    """Close and return the cases whose time is over, oldest first."""
+def close_settled_groups(transition: Transition, job: JobRecord) -> list[list[AuditCase]]:
+    """Close and return the groups about which no rank has more to say, oldest first."""
     audits = transition.state.job_runtime[job.job].audits
-    overdue = [case for case in audits.cases.values() if transition.now >= case.due]
-    for case in overdue:
+    groups: dict[AuditGroup, list[AuditCase]] = {}
+    for case in audits.cases.values():
+        groups.setdefault(case.key.group, []).append(case)
+    settled = [cases for cases in groups.values() if _is_settled(transition, job, cases)]
+    for case in chain.from_iterable(settled):
         _close(audits, case)
-    return overdue
+    return settled
+
+
+def _is_settled(transition: Transition, job: JobRecord, cases: Sequence[AuditCase]) -> bool:
+    """Return whether all ranks have had the time to state what they found; else schedule the next check."""
+    first, spec = cases[0], cases[0].spec
+    if {case.key.owner for case in cases} == set(range(spec.world_size)) and all(map(_is_complete, cases)):
+        return True
+    due = max(case.due for case in cases)
+    if transition.now < due:
+        transition.schedule_job(due, job.job)
+        return False
+    latest = min(case.opened_at for case in cases) + transition.policy.audit_case_s
+    running = job.running_generation
+    if first.key.link is AuditLink.GRADIENT_NORM or running is None or running.number != spec.number:
+        return True
+    if transition.now >= latest:
+        return True
+    steps = transition.read_steps(job.job)
+    if all(steps.get(rank, -1) >= first.key.step for rank in range(spec.world_size)):
+        return True
+    due = min(latest, transition.now + transition.policy.audit_settle_s)
+    for case in cases:
+        case.due = due
+    transition.schedule_job(due, job.job)
+    return False
+
+
+def record_judged_group(audits: AuditRuntime, case: AuditCase, accusations: Iterable[Accusation]) -> list[Accusation]:
+    """Remember whom a group accuses, and return that with what was said of it before."""
+    group = case.key.group
+    before = audits.judged_groups.pop(group, None)
+    known = list(dict.fromkeys([*(before.accusations if before is not None else ()), *accusations]))
+    audits.judged_groups[group] = JudgedGroup(case.spec, tuple(known))
+    while len(audits.judged_groups) > MAX_CASES:
+        del audits.judged_groups[next(iter(audits.judged_groups))]
+    return known
+
+
+def list_accusations(case: AuditCase, judgement: AuditJudgement) -> list[Accusation]:
+    """Return the rank that the judgement of a case speaks against; of a tie, the owner."""
+    accused = accused_rank(judgement, case.key.owner)
+    return [] if accused is None else [Accusation(accused, case.spec.node_of(accused), isinstance(judgement, Tied))]
 
 
 def judge_case(case: AuditCase) -> AuditJudgement:

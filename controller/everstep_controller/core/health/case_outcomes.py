@@ -1,18 +1,17 @@
-"""Draw the consequences of differing digests, judged audits, probes and blame cases."""
+"""Draw the consequences of differing digests, probes and blame cases."""
 
 from __future__ import annotations
 
-from everstep.ids import GenerationNumber
-from everstep.vocabulary import Action, AuditRole, Decision, Finding, FindingKind, GenerationReason, NodeState, Severity
-from everstep.wire.v1.training import AuditStatement, GenerationSpec, ProbeFinished, VersionSealed
+from everstep.vocabulary import Action, AuditLink, Decision, Finding, FindingKind, GenerationReason, NodeState, Severity
+from everstep.wire.v1.training import GenerationSpec, ProbeFinished, VersionSealed
 from everstep_controller.core.checkpoints.commits import (
     DigestVote,
-    newest_version_before,
     record_seal,
     roll_back_before,
     roll_back_to_clean,
 )
-from everstep_controller.core.health import audits, diagnostics, maintenance, offences, quarantine
+from everstep_controller.core.health import control_group, diagnostics, maintenance, offences, quarantine
+from everstep_controller.core.health.audit_switch import switch_off
 from everstep_controller.core.health.eviction import is_serving
 from everstep_controller.core.health.findings import judge_by_rule, judge_controller_findings, recheck_undecided
 from everstep_controller.core.health.node_state import CORDONED_STATES
@@ -20,15 +19,12 @@ from everstep_controller.core.jobs import ending
 from everstep_controller.core.jobs.generations import RegroupCause, note_beyond_boundary, regroup
 from everstep_controller.core.policy import BlameIsolationMethod
 from everstep_controller.core.records import (
-    MAX_RECOMPUTED_STEPS,
-    AuditStrike,
     DiagnosticsStatus,
     JobRecord,
     UndecidedReason,
 )
-from everstep_controller.core.state import AuditCase, BlameCase
+from everstep_controller.core.state import AuditGroup, BlameCase
 from everstep_controller.core.transition import Transition
-from everstep_controller.core.wording import format_span
 
 
 def handle_sealed(transition: Transition, job: JobRecord, node: str, report: VersionSealed) -> None:
@@ -57,19 +53,19 @@ def _digests_differ(
         ranks = ", ".join(str(rank) for rank in sorted(vote.divergent_ranks))
         nodes = ", ".join(divergent_nodes)
         what = f"the digest of rank {ranks} on {nodes} differs from the majority at version {report.version}"
-        settled = _evict_divergent(transition, job, divergent_nodes, what)
+        settled = evict_divergent(transition, job, divergent_nodes, what)
     else:
         what = f"digests of version {report.version} differ without a majority among {', '.join(tied)}"
-        settled = _settle_tie(transition, job, tied, what)
+        settled = settle_tie(transition, job, tied, what)
     # the end of a job cannot be revoked, so it waits for the database
-    if not settled and _record_tie(transition, job) and not transition.state.database_outage:
-        ending.fail_job(transition, job, f"{what}; {_explain_ties(transition, job, FindingKind.DIGEST_MISMATCH)}")
+    if not settled and record_tie(transition, job) and not transition.state.database_outage:
+        ending.fail_job(transition, job, f"{what}; {explain_ties(transition, job, FindingKind.DIGEST_MISMATCH)}")
         return
     cause = RegroupCause(reason=GenerationReason.CORRUPTION, sentence=f"{what}; {back}", trace=transition.trace)
     regroup(transition, job, cause)
 
 
-def _explain_ties(transition: Transition, job: JobRecord, kind: FindingKind) -> str:
+def explain_ties(transition: Transition, job: JobRecord, kind: FindingKind) -> str:
     results = "digests" if kind is FindingKind.DIGEST_MISMATCH else "results in audits"
     count = f"{results} differed {len(job.failures.digest_tie_times)} times and no node was evicted for it"
     never_agreed = transition.state.job_runtime[job.job].commits.verified_version is None
@@ -81,7 +77,7 @@ def _explain_ties(transition: Transition, job: JobRecord, kind: FindingKind) -> 
     return f"{count}; the node that computes wrongly is still in the job"
 
 
-def _evict_divergent(
+def evict_divergent(
     transition: Transition,
     job: JobRecord,
     nodes: list[str],
@@ -120,7 +116,7 @@ def _clear_tied_nodes(transition: Transition, divergent_node: str) -> None:
     transition.state.nodes[divergent_node].health.digest_tie_nodes = []
 
 
-def _settle_tie(
+def settle_tie(
     transition: Transition,
     job: JobRecord,
     tied: list[str],
@@ -130,7 +126,7 @@ def _settle_tie(
 ) -> bool:
     """Handle a tie, which accuses all of its nodes. Return True if one is out, or if all are being tried."""
     if len(tied) == 1:
-        return _evict_divergent(transition, job, tied, f"ranks of {tied[0]} differ among themselves")
+        return evict_divergent(transition, job, tied, f"ranks of {tied[0]} differ among themselves")
     if any(case.job == job.job for case in transition.state.blame_cases.values()):
         return True
     findings = {node: _raise_mismatch(transition, node, description, Severity.WARNING, kind, evidence) for node in tied}
@@ -158,7 +154,7 @@ def settle_digest_case(transition: Transition, case: BlameCase) -> None:
     kind = next((finding.kind for finding in case.findings.values()), FindingKind.DIGEST_MISMATCH)
     if case.failed:
         what = f"{case.summary}; {'; '.join(case.failed.values())}"
-        out = _evict_divergent(transition, job, list(case.failed), what, kind)
+        out = evict_divergent(transition, job, list(case.failed), what, kind)
     else:
         out = _settle_by_history(transition, job, list(case.suspects), case.summary, kind)
     if not out:
@@ -169,14 +165,38 @@ def settle_digest_case(transition: Transition, case: BlameCase) -> None:
         transition.audit("blame_isolation.inconclusive", words, job=job.job, trace=case.trace)
     if not job.is_running:
         return
-    if not out and _record_tie(transition, job):
-        ending.fail_job(transition, job, f"{case.summary}; {_explain_ties(transition, job, kind)}")
+    group = _audited_group(case) if kind is FindingKind.AUDIT_MISMATCH else None
+    if not out and group is not None:
+        switch_off_after_ties(transition, job, group, case.summary)
+    elif not out and record_tie(transition, job):
+        ending.fail_job(transition, job, f"{case.summary}; {explain_ties(transition, job, kind)}")
     elif out or any(job.is_seated(node) and not is_serving(transition, node) for node in case.failed):
         sentence = f"{case.summary}; the culprit is found"
         if kind is FindingKind.AUDIT_MISMATCH:  # it has gone on computing since the tie
             step = min(int(finding.evidence["step"]) for finding in case.findings.values())
             sentence += f"; {roll_back_before(transition, job, step)}"
         regroup(transition, job, RegroupCause(GenerationReason.CORRUPTION, sentence, case.trace))
+
+
+def _audited_group(case: BlameCase) -> AuditGroup | None:
+    """Return the audit in which the suspects differ, by the evidence on one of them."""
+    evidence = next((finding.evidence for finding in case.findings.values()), {})
+    if "audit" not in evidence:
+        return None
+    return AuditGroup(int(evidence["generation"]), int(evidence["step"]), AuditLink(evidence["audit"]))
+
+
+def switch_off_after_ties(transition: Transition, job: JobRecord, group: AuditGroup, description: str) -> bool:
+    """Record that an audit's difference evicted no node; after too many, switch that audit off and return True.
+
+    A job whose nodes differ without a fault of hardware must not end for it, and a person is told.
+    """
+    if not job.is_running or transition.state.database_outage or not record_tie(transition, job):
+        return False
+    count = len(job.failures.digest_tie_times)
+    job.failures.digest_tie_times = []
+    switch_off(transition, job, group, control_group.describe_ties(group.link, description, count))
+    return True
 
 
 def _settle_by_history(
@@ -201,7 +221,7 @@ def _settle_by_history(
     if len(evicted_for_tie) != 1:
         return False
     why = f"{evicted_for_tie[0]} was already in an undecided vote with other nodes, so it is the likely culprit"
-    return _evict_divergent(transition, job, evicted_for_tie, f"{description}; {why}", kind)
+    return evict_divergent(transition, job, evicted_for_tie, f"{description}; {why}", kind)
 
 
 def _remembered_tie(transition: Transition, node: str) -> list[str]:
@@ -214,7 +234,7 @@ def _tie_memory_s(transition: Transition) -> float:
     return transition.policy.rules.default_rule(FindingKind.DIGEST_MISMATCH).step_memory_s
 
 
-def _record_tie(transition: Transition, job: JobRecord) -> bool:
+def record_tie(transition: Transition, job: JobRecord) -> bool:
     since = transition.now - transition.policy.job_failure_window_s
     times = [*(at for at in job.failures.digest_tie_times if at > since), transition.now]
     job.failures.digest_tie_times = times
@@ -244,234 +264,6 @@ def _raise_mismatch(
         return existing
     offences.raise_controller_finding(transition, node, finding, 0.0 if is_proven else _tie_memory_s(transition))
     return finding
-
-
-# Audits
-
-MAX_STRIKES = 16
-"""Number of strikes remembered per node: one whose eviction is deferred goes on."""
-
-
-def handle_audit_statement(transition: Transition, job: JobRecord, node: str, report: AuditStatement) -> None:
-    """Handle what a rank computed for an audit that found a difference."""
-    case = audits.record_statement(transition, job, node, report)
-    if case is not None:
-        _settle_audit(transition, job, case)
-
-
-def check_audit_cases(transition: Transition, job: JobRecord) -> None:
-    """At a deadline, judge cases that lack statements by those that have arrived."""
-    for case in audits.close_overdue_cases(transition, job):
-        _settle_audit(transition, job, case)
-
-
-def _settle_audit(transition: Transition, job: JobRecord, case: AuditCase) -> None:
-    """Judge a case and draw its consequences."""
-    judgement = audits.judge_case(case)
-    count = case.key.link, audits.OUTCOMES[type(judgement)]
-    transition.state.audit_counts[count] = transition.state.audit_counts.get(count, 0) + 1
-    owner = case.spec.node_of(case.key.owner)
-    match judgement:
-        case audits.OwnerConvicted():
-            _convict(transition, job, case, owner, judgement.sentence)
-        case audits.OwnerStrike():
-            job.failures.recomputed_steps.pop(case.key.step, None)  # its data is not the cause
-            if not _add_strike(transition, job, case, owner, judgement.sentence, judgement.strikes):
-                _undo(transition, job, case, judgement.sentence)
-        case audits.AuditorStrike():
-            _add_strike(transition, job, case, case.spec.node_of(judgement.rank), judgement.sentence)
-        case audits.Tied():
-            _settle_audit_tie(transition, job, case, judgement)
-        case audits.Inconclusive():
-            _note_inconclusive(transition, job, case, judgement)
-        case audits.Suspicion():
-            _handle_suspicion(transition, job, case, judgement)
-
-
-def _convict(
-    transition: Transition, job: JobRecord, case: AuditCase, node: str, description: str, earlier: str = ""
-) -> None:
-    """Evict a node that computed wrongly, and undo its work, also where it has gone on in a later generation."""
-    evidence = audits.collect_statements(case, job.job) | ({"earlier": earlier} if earlier else {})
-    nodes = [node] if node in transition.state.nodes else []
-    settled = _evict_divergent(transition, job, nodes, description, FindingKind.AUDIT_MISMATCH, evidence)
-    if not (job.is_seated(node) or _is_current(job, case)):
-        return
-    if settled or not _fails_for_ties(transition, job, description):
-        _go_back(transition, job, description, roll_back_before(transition, job, case.first_bad_step))
-
-
-def _add_strike(
-    transition: Transition, job: JobRecord, case: AuditCase, node: str, description: str, count: int = 1
-) -> bool:
-    """Add ``count`` strikes against the node; with enough of them convict it, and return True."""
-    record, policy = transition.state.nodes.get(node), transition.policy
-    if record is None:
-        return False
-    coalesce_s = policy.rules.default_rule(FindingKind.AUDIT_MISMATCH).coalesce_s
-    strikes = [one for one in record.audits.strikes if one.at > transition.now - policy.audit_strike_window_s]
-    before, generation = strikes[-1].sentence if strikes else "", case.key.generation
-    # one fault shows in several audits; the regroup that undoes it ends the generation
-    known = any(
-        (one.job, one.generation) == (job.job, generation) and one.at > transition.now - coalesce_s for one in strikes
-    )
-    if not known:
-        strikes += [AuditStrike(transition.now, job.job, generation, description)] * count
-    record.audits.strikes = strikes[-MAX_STRIKES:]
-    transition.mark_node_changed(node)
-    window = format_span(policy.audit_strike_window_s)
-    number = f"strike {min(len(strikes), policy.audit_strike_count)} of {policy.audit_strike_count} within {window}"
-    if len(strikes) >= policy.audit_strike_count:
-        _convict(transition, job, case, node, f"{description}; this is {number}", before)
-        return True
-    finding = transition.make_finding(
-        FindingKind.AUDIT_MISMATCH,
-        "strike",
-        Severity.WARNING,
-        description,
-        evidence=audits.collect_statements(case, job.job),
-    )
-    offences.raise_controller_finding(transition, node, finding, policy.audit_strike_window_s)
-    words = f"{node}: {description}; it stays in service: this is {number}"
-    transition.add_verdict(node, Decision.NO_ACTION, words, evidence=(finding,))
-    return False
-
-
-def _settle_audit_tie(transition: Transition, job: JobRecord, case: AuditCase, judgement: audits.Tied) -> None:
-    """Try the nodes whose results differ with work whose result is known, and undo the step."""
-    tied = list(dict.fromkeys(case.spec.node_of(rank) for rank in judgement.ranks))
-    if len(tied) == 1:  # one of its GPUs is wrong, and the whole node is treated
-        if not _add_strike(transition, job, case, tied[0], judgement.sentence):
-            _undo(transition, job, case, judgement.sentence)
-        return
-    if any(node not in transition.state.nodes for node in tied):
-        _undo(transition, job, case, judgement.sentence)
-        return
-    kind, evidence = FindingKind.AUDIT_MISMATCH, audits.collect_statements(case, job.job)
-    settled = _settle_tie(transition, job, tied, judgement.sentence, kind, evidence)
-    if settled or not _fails_for_ties(transition, job, judgement.sentence):
-        _undo(transition, job, case, judgement.sentence)
-
-
-def _fails_for_ties(transition: Transition, job: JobRecord, description: str) -> bool:
-    """Record that an audit's difference evicted no node; end a running job that has had too many, and return True."""
-    if not job.is_running or transition.state.database_outage or not _record_tie(transition, job):
-        return False
-    why = _explain_ties(transition, job, FindingKind.AUDIT_MISMATCH)
-    ending.fail_job(transition, job, f"{description}; {why}")
-    return True
-
-
-def _note_inconclusive(transition: Transition, job: JobRecord, case: AuditCase, judgement: audits.Inconclusive) -> None:
-    """Note on the owner and its peer what no one is blamed for; undo the step once if the work may be wrong."""
-    evidence = audits.collect_statements(case, job.job)
-    finding = transition.make_finding(
-        FindingKind.AUDIT_MISMATCH, "inconclusive", Severity.INFO, judgement.sentence, evidence=evidence
-    )
-    others = (one.rank for one in case.statements.values() if one.role is AuditRole.PEER)
-    for node in dict.fromkeys(case.spec.node_of(rank) for rank in (case.key.owner, *others)):
-        if node in transition.state.nodes:
-            words = f"{node}: {judgement.sentence}; no node is blamed"
-            transition.add_verdict(node, Decision.NO_ACTION, words, evidence=(finding,))
-    nodes = {case.spec.node_of(rank) for rank in case.statements}
-    if len(nodes) < 2 or not judgement.is_incomplete:  # one node alone cannot send a job back
-        return
-    if _may_repeat(transition, job, case, judgement.sentence, job.failures.recomputed_steps):
-        _undo(transition, job, case, judgement.sentence)
-
-
-def _handle_suspicion(transition: Transition, job: JobRecord, case: AuditCase, suspicion: audits.Suspicion) -> None:
-    """Compute the step again if a version from before it is known.
-
-    A suspected node exchanges seats with another one, which then computes the same samples: unusual results come from
-    the samples if they stay with these, and from the node if they go with it. Without a suspect, ranks check each of
-    the repeated steps, which may name one.
-    """
-    sentence, step = suspicion.sentence, case.key.step
-    if not _is_current(job, case):
-        return
-    if newest_version_before(transition, job, step) is None:
-        words = (
-            f"{sentence}; no version from before step {step} is known, so the job goes on: a suspicion proves nothing"
-        )
-        transition.audit("audit.suspicion", words, job=job.job, generation=case.key.generation)
-        return
-    failures = job.failures
-    repeated = failures.recomputed_steps if suspicion.names_owner else failures.searched_steps
-    if _may_repeat(transition, job, case, sentence, repeated):
-        to_exchange = _choose_exchange(job, case.spec.node_of(case.key.owner)) if suspicion.names_owner else None
-        _undo(transition, job, case, sentence, to_audited=False, to_exchange=to_exchange)
-
-
-def _may_repeat(
-    transition: Transition, job: JobRecord, case: AuditCase, sentence: str, repeated: dict[int, GenerationNumber]
-) -> bool:
-    """Return whether to compute the step again, once: if it stands out a second time, the fault is not in a node."""
-    step = case.key.step
-    if not _is_current(job, case) or not case.is_about_parameters:
-        return False
-    if step in repeated:
-        cause = "its data is the likely cause, and " if repeated is job.failures.recomputed_steps else ""
-        words = f"{sentence}; step {step} was computed again before: {cause}the job goes on"
-        transition.audit("audit.suspicion", words, job=job.job, generation=case.key.generation)
-        return False
-    repeated[step] = case.key.generation
-    while len(repeated) > MAX_RECOMPUTED_STEPS:
-        del repeated[next(iter(repeated))]
-    transition.audit(
-        "audit.suspicion", f"{sentence}; step {step} is computed again", job=job.job, generation=case.key.generation
-    )
-    return True
-
-
-def _choose_exchange(job: JobRecord, suspect: str) -> tuple[str, str] | None:
-    """Return the suspect and the node after it in its block or, for blocks of one node, in the roster."""
-    seats, size = job.seats, job.spec.block_nodes
-    if suspect not in seats:
-        return None
-    begin = seats.index(suspect) // size * size if size > 1 else 0
-    block = seats[begin : begin + size] if size > 1 else seats
-    other = block[(block.index(suspect) + 1) % len(block)]
-    return (suspect, other) if other != suspect else None
-
-
-def _undo(
-    transition: Transition,
-    job: JobRecord,
-    case: AuditCase,
-    description: str,
-    *,
-    to_audited: bool = True,
-    to_exchange: tuple[str, str] | None = None,
-) -> None:
-    """Go back before the wrong work, unless a regroup since has done so (``roll_back_open_cases``)."""
-    if _is_current(job, case) and case.is_about_parameters:
-        back = roll_back_before(transition, job, case.first_bad_step, to_audited=to_audited)
-        if to_exchange is not None:
-            back += f"; {to_exchange[0]} and {to_exchange[1]} exchange seats"
-        _go_back(transition, job, description, back, to_exchange)
-
-
-def _is_current(job: JobRecord, case: AuditCase) -> bool:
-    running = job.running_generation
-    return not job.is_ended and running is not None and running.number == case.key.generation
-
-
-def _go_back(
-    transition: Transition,
-    job: JobRecord,
-    description: str,
-    back: str,
-    to_exchange: tuple[str, str] | None = None,
-) -> None:
-    if job.is_running:
-        cause = RegroupCause(
-            reason=GenerationReason.CORRUPTION,
-            sentence=f"{description}; {back}",
-            trace=transition.trace,
-            nodes_exchanging_seats=to_exchange,
-        )
-        regroup(transition, job, cause)
 
 
 # Probes

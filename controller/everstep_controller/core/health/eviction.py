@@ -440,6 +440,20 @@ def _roll_back(transition: Transition, rule: VerdictRule, node: str, name: str, 
         _roll_back_eviction(transition, node, plan, findings, why)
 
 
+def withdraw_eviction(transition: Transition, node: str, key: str, reason: str) -> None:
+    """Take back the eviction, standing or deferred, for a finding that was wrong, unless the node is out for others."""
+    record = transition.state.nodes[node]
+    if record.health.deferred_eviction_key == key:
+        drop_rolled_back_deferral(transition, node)
+    plan, finding = record.quarantine.plan, record.get_finding(key)
+    if plan is None or plan.cause_signatures.pop(key, None) is None:
+        return
+    record.quarantine.causes = [cause for cause in record.quarantine.causes if cause != key]
+    transition.mark_node_changed(node)
+    if not plan.cause_signatures:
+        _roll_back_eviction(transition, node, plan, [finding] if finding is not None else [], reason)
+
+
 def _roll_back_eviction(
     transition: Transition, node: str, plan: ReadmissionPlan, findings: list[Finding], reason: str
 ) -> None:

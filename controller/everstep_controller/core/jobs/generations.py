@@ -143,6 +143,7 @@ def _make_spec(
         spec=job.spec,
         issued_at=transition.now,
         after_step=boundary,
+        audits_off=tuple(job.audits.off),
     )
 
 

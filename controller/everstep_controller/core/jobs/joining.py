@@ -17,6 +17,7 @@ from everstep_controller.core.jobs.generations import RegroupCause
 from everstep_controller.core.jobs.job_index import clear_exclusion, drop_job, index_launcher, offer_to_jobs
 from everstep_controller.core.jobs.notifications import is_unannounced, make_stop
 from everstep_controller.core.records import (
+    JobAudits,
     JobCommits,
     JobFailures,
     JobMembership,
@@ -119,7 +120,7 @@ def _start_over(transition: Transition, job: JobRecord, report: LauncherJoined) 
     job.status.enter(JobState.FORMING, sentence, trace=transition.trace, now=transition.now)
     job.generation = job.outgoing_generation = None
     job.progress = RunProgress(created_at=transition.now, last_number=job.progress.last_number)
-    job.membership, job.failures = JobMembership(), JobFailures()
+    job.membership, job.failures, job.audits = JobMembership(), JobFailures(), JobAudits()
     job.commits = JobCommits(restore_ceiling=NO_VERSION)
     transition.state.job_runtime[job.job] = JobRuntime(nodes=transition.state.job_runtime[job.job].nodes)
     transition.audit("job.created", f"job {job.job} is run again", job=job.job)

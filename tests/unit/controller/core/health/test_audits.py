@@ -98,7 +98,8 @@ def test_statements_count_after_a_regroup() -> None:
     assert fleet.spec().number == 2
     assert fleet.spec().restore.ceiling == first
     assert audits(fleet.effects, "corruption.unresolved_audit")
-    effects = fleet.state_result(0, 2, 40, digest="good", **words)
+    fleet.state_result(0, 2, 40, digest="good", **words)
+    effects = fleet.settle_audits()
     assert decisions(effects) == [("n3", "evict")]
     assert generations(effects)[-1].restore.ceiling == first
 
@@ -142,6 +143,7 @@ def test_one_fault_in_several_audits_is_one_strike() -> None:
     _commit(fleet)
     spec = fleet.spec()
     fleet.state_result(2, 2, 40, original="a", digest="b", link=AuditLink.UPDATE, spec=spec)
+    fleet.settle_audits()
     assert fleet.spec().number == 2
     assert len(fleet.state.nodes["n3"].audits.strikes) == 1
     late = fleet.state_result(2, 2, 40, original="a", digest="b", link=AuditLink.STATE, spec=spec)
@@ -336,8 +338,8 @@ def test_late_and_repeated_statements_change_nothing() -> None:
     _commit(fleet)
     spec = fleet.spec()
     fleet.audit(2, 40, *BAD)
-    assert fleet.audit(2, 40, *BAD, spec=spec) == []
-    assert fleet.audit(1, 40, *BAD, spec=spec) == []
+    assert fleet.audit(2, 40, *BAD, spec=spec, settle=False) == []
+    assert fleet.audit(1, 41, *BAD, spec=spec, settle=False) == []
     assert fleet.state.ignored_counts["audit_statement.stale"] == 6
 
 

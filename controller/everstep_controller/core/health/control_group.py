@@ -1,0 +1,106 @@
+"""Decide whether the program, and no hardware, makes an audit differ.
+
+All ranks do an audit in the same step. A GPU that computes wrongly contradicts itself alone. A hook, a replaced forward
+pass or a write through ``.data`` shows on all ranks that run it. So the ranks of one audit are each other's control
+group. The node is what counts, since the GPUs of a node share its memory, its power and its buses:
+
+- Nodes: half of the job's nodes or more are accused, and at least two; or ``MANY_NODES``, in a job of any size.
+- Ranks: where a job has one node, half of its ranks or more, and at least two. One of two ranks that contradicts itself
+  is not cleared, as the other one did the same audit and found nothing.
+- Ties: ranks that differ from others count by rank, not by node, as a tie names a sound rank, too. In a job of two
+  nodes each difference is a tie, so nothing follows from ties there.
+- All ranks of one node, and of no other one, are that node's fault.
+- A job of one rank has no control group: nothing is judged there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from everstep.vocabulary import AuditLink
+from everstep_controller.core.state import Accusation
+from everstep_controller.core.wording import join_names, ranks_named
+
+MANY_NODES = 4
+"""Accused nodes that have a common cause in a job of any size: faults of hardware do not begin in one step."""
+MIN_NODES_WITH_TIES = 3
+MAX_UNITS = 4
+"""Most modules or parameters named in a sentence."""
+
+LIKELY_CAUSES: Mapping[AuditLink, str] = {
+    AuditLink.RECOMPUTE: "a module whose recomputation does something else than its first pass",
+    AuditLink.MATMUL: "a layer whose forward pass was replaced (quantisation), or weights written between the passes",
+    AuditLink.GRADIENT_NORM: "samples that all ranks share",
+    AuditLink.GRADIENT_BUFFER: (
+        "a hook that changes gradients once they are accumulated, or a backward pass whose gradients are not sent "
+        "(no_sync)"
+    ),
+    AuditLink.COLLECTIVE: (
+        "gradients changed between their exchange and the update, gradients kept back by no_sync, or layers unfrozen "
+        "after the model was wrapped"
+    ),
+    AuditLink.PEER_REPLAY: (
+        "a module that keeps state outside of its parameters and buffers, or that draws from a random generator of its "
+        "own"
+    ),
+    AuditLink.UPDATE: "a hook of the optimizer that changes gradients or parameters, such as clipping",
+    AuditLink.STATE: "parameters or moments written between two updates, such as by an EMA swap or by weight clipping",
+    AuditLink.CHECKPOINT: "state that the program writes while it is copied",
+}
+"""What programs do that makes each audit differ."""
+
+
+def has_common_cause(accusations: Collection[Accusation], seats: int, world_size: int) -> bool:
+    """Return whether so much of the control group is accused that the program is the cause.
+
+    Args:
+        accusations: Those of one audit in one step.
+        seats: The number of nodes of the job.
+        world_size: The number of ranks of the job.
+    """
+    ranks, nodes = {one.rank for one in accusations}, {one.node for one in accusations}
+    if len(ranks) < 2:
+        return False
+    if seats == 1:
+        return 2 * len(ranks) >= world_size
+    if are_too_many(_accused_alone(accusations), seats):
+        return True
+    return seats >= MIN_NODES_WITH_TIES and len(nodes) >= 2 and 2 * len(ranks) >= world_size
+
+
+def _accused_alone(accusations: Iterable[Accusation]) -> set[str]:
+    return {one.node for one in accusations if not one.is_tie}
+
+
+def are_too_many(nodes: Collection[str], seats: int) -> bool:
+    """Return whether that many accused nodes of a job on ``seats`` nodes have a cause in common."""
+    return len(nodes) >= 2 and (2 * len(nodes) >= seats or len(nodes) >= MANY_NODES)
+
+
+def describe_cause(link: AuditLink, step: int, ranks: Collection[int], units: Iterable[str], difference: str) -> str:
+    """Return what makes the audit differ on ``ranks``, in words for the script's author."""
+    names = join_names(list(dict.fromkeys(units)), MAX_UNITS)
+    example = f" ({difference})" if difference else ""
+    return (
+        f"audit {link} of step {step} differs on {ranks_named(ranks)}: {names}{example}. Hardware does not fail on so "
+        f"many nodes at once, so the program is the cause, likely {LIKELY_CAUSES[link]}. No node is accused, and "
+        f"audit {link} is off for the rest of this job"
+    )
+
+
+def describe_lone_rank(link: AuditLink, sentence: str) -> str:
+    """Return what a contradiction says in a job that has no other rank to compare with."""
+    return (
+        f"{sentence}. The job has no other rank, so either the program is the cause, likely {LIKELY_CAUSES[link]}, or "
+        f"the GPU: `everstep probe` tries it with known results. Nothing is undone, and audit {link} is off for the "
+        "rest of this job"
+    )
+
+
+def describe_ties(link: AuditLink, sentence: str, count: int) -> str:
+    """Return what follows where two nodes differ again and again, and no third one decides."""
+    return (
+        f"{sentence}; that is the {count}th difference without a culprit. Either the program is the cause, likely "
+        f"{LIKELY_CAUSES[link]}, or one of these nodes: `everstep probe` tries them. No node is evicted, and audit "
+        f"{link} is off for the rest of this job"
+    )
