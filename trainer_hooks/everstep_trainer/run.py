@@ -48,9 +48,10 @@ from everstep_trainer.sdc.chain import AuditChain
 from everstep_trainer.sdc.injected_flip import flip_if_requested
 from everstep_trainer.sdc.presets import LinkOptions, link_options
 from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
+from everstep_trainer.state.generators import wrap_generators
 from everstep_trainer.state.python_state import wrap_per_rank
 from everstep_trainer.state.tracked_objects import as_list
-from everstep_trainer.state.untracked_state import check_untracked
+from everstep_trainer.state.untracked_state import check_untracked, require_storable
 
 # ---- hooks on tracked optimizers
 
@@ -574,9 +575,10 @@ class Run:
     ) -> None:
         """Name the objects that must survive failures, and restore them to the version that the generation agreed on.
 
-        Takes modules, optimizers and objects with ``state_dict`` and ``load_state_dict``. Call it once, after all
-        objects are built and before ``steps``. From then on the state is snapshotted after every step, and an
-        optimizer's ``step`` waits until the copy is complete. All options must be the same on all ranks.
+        Takes modules, optimizers, random generators (of torch, numpy and ``random``) and objects with ``state_dict``
+        and ``load_state_dict``. Call it once, after all objects are built and before ``steps``. From then on the state
+        is snapshotted after every step, and an optimizer's ``step`` waits until the copy is complete. All options must
+        be the same on all ranks.
 
         Example::
 
@@ -605,6 +607,7 @@ class Run:
 
         Raises:
             TypeError: An object cannot be tracked.
+            ConfigurationError: An object that is no module holds too many bytes.
             ValueError: An optimizer has parameters that belong to no tracked module.
             NotRestorable: The objects differ from the stored ones, or per-rank state (or a StatefulDataLoader) meets
                 another rank or world size.
@@ -621,6 +624,7 @@ class Run:
             require_checkpoints=require_checkpoints,
         )
         replica = self._replicas.replica_for("run.track")
+        objects = wrap_generators(objects, self.rank, self.world_size)
         self._check_trackable(objects)
         wrapped = self._wrap_per_rank(objects, per_rank, replica)
         all_tracked = dict(wrapped)
@@ -638,6 +642,7 @@ class Run:
     def _check_trackable(self, objects: Mapping[str, object]) -> None:
         self._parallelism.require_elementwise(objects.values())
         check_untracked(objects)
+        require_storable({key: tracked for key, tracked in objects.items() if not is_stateful_loader(tracked)})
         if self.rank == 0 and not self._replicas.is_declared:
             warn_of_model_parallelism(objects.values(), self.world_size)
 

@@ -40,7 +40,7 @@ from everstep_trainer.restore.remote_slots import BadTransfer
 from everstep_trainer.restore.version_choice import VersionChoice
 from everstep_trainer.sdc.audit import Mismatch
 from everstep_trainer.sdc.restore_audit import RestoreAudit
-from everstep_trainer.state.python_state import MergedState, StateName
+from everstep_trainer.state.python_state import MergedState, PythonState, StateName
 from everstep_trainer.state.python_state import decode as decode_python
 from everstep_trainer.state.tensors import TrackedTensor
 from everstep_trainer.state.tracked_state import TrackedState
@@ -156,6 +156,8 @@ def slot_distance(spec: GenerationSpec, member: Member, slot: SlotInfo) -> tuple
     return 2, slot.rank, int(slot.replica), 0
 
 
+MAX_COMPARED_GENERATORS = 64
+"""Most ranks whose random generators are compared before one is taken for all."""
 MAX_FALLBACK_STATE_READS = 8
 """Most ranks whose Python state is read in search of a name that no slot can be linked to."""
 
@@ -456,6 +458,7 @@ class Restoration:
             for supply in self._readable_sources([slot]):
                 states.append(decode_python(loader.read_python_state(supply)))
         merged = MergedState(states, names)
+        self._adopt_generators(state, merged, states, loader, [slot for slot in slots if slot.rank not in read])
         state.require_python(merged)
         if first.rank != self._member.rank and merged.objects:
             log.info(
@@ -465,6 +468,30 @@ class Restoration:
                 extra=self._log_fields,
             )
         return merged
+
+    def _adopt_generators(
+        self,
+        state: TrackedState,
+        merged: MergedState,
+        states: Sequence[PythonState],
+        loader: SlotLoader,
+        unread: Sequence[SlotInfo],
+    ) -> None:
+        """Let this rank take another's random generators if all ranks stored them alike."""
+        foreign = {
+            key: tracked
+            for key, tracked in state.generators.items()
+            if key in merged.objects and not tracked.is_own(merged.objects[key])
+        }
+        if not foreign:
+            return
+        others = {slot.rank: slot for slot in reversed(unread)}.values()  # the nearest slot of each rank
+        known = [*states]
+        for supply in self._readable_sources([*others][:MAX_COMPARED_GENERATORS]):
+            known.append(decode_python(loader.read_python_state(supply)))
+        for key, tracked in foreign.items():
+            stored = [python.objects[key] for python in known if key in python.objects]
+            merged.objects[key] = tracked.adopt([merged.objects[key], *stored])
 
     def _has_names(self, slot: SlotInfo, lacking: frozenset[StateName]) -> bool:
         """Return whether the slot's rank had one of these parameters or modules, judged by its stored tensors."""

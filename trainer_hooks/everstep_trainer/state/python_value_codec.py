@@ -25,6 +25,11 @@ from everstep.errors import DECODE_ERRORS, ConfigurationError, MalformedMessage
 from everstep_trainer.state.supported import require_own_memory
 
 MAX_BLOB_BYTES = 8 << 20
+KEEP_TENSORS_IN = (
+    "keep large tensors in a module that is tracked, where they are stored in parts: torch.nn.ParameterList(...) of "
+    "them, or torch.optim.swa_utils.AveragedModel for averaged weights; or each by a name of its own in an optimizer's "
+    "state"
+)
 MAX_DEPTH = 32  # deeper nesting is taken for a cycle
 
 _TUPLE, _SET, _FROZENSET, _INTEGER, _TENSOR, _ARRAY, _SCALAR, _DTYPE, _DEVICE, _COMPLEX, _MAPPING = range(1, 12)
@@ -83,8 +88,7 @@ class Blob:
         if self.max_bytes > MAX_BLOB_BYTES:
             raise ConfigurationError(
                 f"the Python state of {path} takes {self.max_bytes} bytes, the limit is {MAX_BLOB_BYTES}, and its "
-                f"largest part is {self._largest(value, path)}: keep large tensors in a module, or each by a name of "
-                "its own in an optimizer's state, where they are stored in parts"
+                f"largest part is {self._largest(value, path)}: {KEEP_TENSORS_IN}"
             )
 
     def data(self) -> bytes:

@@ -77,8 +77,15 @@ def _fix_hint(tracked: object) -> str:
         return "which has no state, since samples are a function of the step: leave it out"
     if isinstance(tracked, DataLoader | Sampler):
         return "which does not know its position: take run.loader or run.sampler, whose samples follow from the step"
-    one = "track each of its members under a name of its own, " if isinstance(tracked, list | tuple | dict) else ""
-    return f"which has no state_dict and load_state_dict: {one}give it both, or leave it out"
+    if isinstance(tracked, list | tuple | dict):
+        members = tracked.values() if isinstance(tracked, dict) else tracked
+        if tracked and all(isinstance(member, torch.nn.Module | torch.optim.Optimizer) for member in members):
+            return "which has no state_dict and load_state_dict: track each of its members under a name of its own"
+        return (
+            "which has no state_dict and load_state_dict: hold its values in an object whose state_dict() returns "
+            "them and whose load_state_dict(state) puts them back, and track that"
+        )
+    return "which has no state_dict and load_state_dict: give it both, or leave it out"
 
 
 def as_list(tracked: object) -> Sequence[object]:

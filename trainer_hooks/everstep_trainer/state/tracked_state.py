@@ -23,6 +23,7 @@ from everstep.errors import NotRestorable
 from everstep.layout.manifests import Box, TensorInfo, TensorPlacement
 from everstep_trainer.state import optimizer_state, python_state, supported
 from everstep_trainer.state.arrays import ArrayPart, ArraySource
+from everstep_trainer.state.generators import GeneratorState
 from everstep_trainer.state.layout import Layout, Sharing
 from everstep_trainer.state.optimizer_state import allocate_state, has_full_state, location_of
 from everstep_trainer.state.python_state import MergedState, ParameterGroup, PythonState, StateName
@@ -212,6 +213,11 @@ class TrackedState:
         """All optimizers, including those inside sharded objects."""
         inside = (optimizer for sharded in self._sharded.values() for optimizer in sharded.optimizers)
         return [*(optimizer for _, optimizer in self._optimizers), *inside]
+
+    @property
+    def generators(self) -> dict[str, GeneratorState]:
+        """The tracked random generators, by key."""
+        return {key: tracked for key, tracked in self._others.items() if isinstance(tracked, GeneratorState)}
 
     @property
     def changes_in_place(self) -> bool:

@@ -1,4 +1,4 @@
-"""Warn before the first step of state in tracked objects that is not stored.
+"""Warn before the first step of state in tracked objects that is not stored, and refuse what cannot be.
 
 A module's parameters, buffers and extra state are stored. Values that its hooks or methods add to ``state_dict()`` are
 not, and neither are parameters that an optimizer trains but no tracked module holds.
@@ -16,7 +16,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.nn.parameter import is_lazy
 
+from everstep.errors import ConfigurationError
 from everstep_trainer.sdc.digests.digest import WeightedDigest
+from everstep_trainer.state import python_state
+from everstep_trainer.state.python_value_codec import KEEP_TENSORS_IN, MAX_BLOB_BYTES, encode_blob
 from everstep_trainer.state.tensors import Exclusions, list_names, local_part
 from everstep_trainer.state.tracked_objects import TrackedObjects, named_modules, strip_wrapper_names
 
@@ -108,6 +111,42 @@ def check_untracked(objects: Mapping[str, object]) -> None:
                 top,
                 list_names(names, MAX_SHOWN),
             )
+
+
+def require_storable(objects: Mapping[str, object]) -> None:
+    """Refuse objects with a ``state_dict()`` that cannot be stored as Python state, before the first step.
+
+    Raises:
+        TypeError: A value is of a type that is not stored; its path is named.
+        ConfigurationError: The values take more than MAX_BLOB_BYTES.
+    """
+    for key, tracked in TrackedObjects(objects).others.items():
+        try:
+            state = python_state.get_state_dict(tracked)
+        except Exception:  # raised by the object's own code, which may work only between steps
+            log.info("the state_dict() of %s cannot be checked now", key, exc_info=True)
+            continue
+        nbytes, path = _largest_tensors(state, key)
+        if nbytes > MAX_BLOB_BYTES:
+            raise ConfigurationError(
+                f"the state_dict() of {key} holds {nbytes} bytes of tensors, mostly in {path}, and objects that are "
+                f"no modules are stored up to {MAX_BLOB_BYTES} bytes: {KEEP_TENSORS_IN}"
+            )
+        encode_blob(state, key)
+
+
+def _largest_tensors(value: object, path: str) -> tuple[int, str]:
+    """Return the bytes of all tensors in nested state, and the path of the list or dictionary that holds the most."""
+    if isinstance(value, torch.Tensor):
+        return value.nbytes, path
+    members: Iterable[tuple[object, object]] = enumerate(value) if isinstance(value, list | tuple) else ()
+    if isinstance(value, Mapping):
+        members = value.items()
+    found = [_largest_tensors(member, f"{path}[{key!r}]") for key, member in members]
+    if not found:
+        return 0, path
+    total, (most, inside) = sum(nbytes for nbytes, _ in found), max(found)
+    return total, inside if 2 * most > total else path
 
 
 def _untracked_names(root: nn.Module) -> Iterator[str]:

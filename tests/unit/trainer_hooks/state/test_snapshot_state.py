@@ -183,7 +183,7 @@ def test_non_tensor_optimizer_state_is_restored() -> None:
 @pytest.mark.parametrize(
     ("tracked", "mend"),
     [
-        ([1], "track each of its members under a name of its own"),
+        ([1], "hold its values in an object whose state_dict"),
         (object(), "give it both, or leave it out"),
         (ElasticSampler(10, global_batch=2), "samples are a function of the step: leave it out"),
         (DataLoader([1, 2]), r"take run\.loader or run\.sampler"),

@@ -11,6 +11,8 @@ from everstep_trainer.run import Run
 from everstep_trainer.runtime.generation_session import TrainingSession
 from torch import nn
 
+from everstep.errors import ConfigurationError
+
 
 def track(**objects: object) -> None:
     Run(RankContext(), TrainingSession()).track(**objects)
@@ -107,3 +109,52 @@ class Raising(nn.Linear):
 def test_renamed_state_dict_entries_cause_no_warning(model: nn.Module, caplog: pytest.LogCaptureFixture) -> None:
     track(model=model)
     assert "state_dict" not in caplog.text
+
+
+class Averaged:
+    """Averaged weights in a list, as common helpers hold them."""
+
+    def __init__(self, count: int) -> None:
+        self.shadow = [torch.zeros(1 << 20) for _ in range(count)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"decay": 0.99, "shadow": self.shadow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadow = state["shadow"]
+
+
+class Unreadable(Averaged):
+    def state_dict(self) -> dict[str, Any]:
+        raise RuntimeError("only between steps")
+
+
+class Lambda(Averaged):
+    def state_dict(self) -> dict[str, Any]:
+        return {"decay": lambda step: 0.9}
+
+
+@pytest.mark.promise("partial-state-refused")
+def test_large_tensors_in_an_object_are_refused_at_once() -> None:
+    with pytest.raises(ConfigurationError, match=r"mean holds 12582912 bytes.*mean\['shadow'\].*AveragedModel"):
+        track(model=nn.Linear(2, 2), mean=Averaged(3))
+    track(model=nn.Linear(2, 2), mean=Averaged(1))
+    track(model=nn.Linear(2, 2), mean=Unreadable(3))
+
+
+def test_unstorable_value_is_refused_at_once() -> None:
+    with pytest.raises(TypeError, match=r"mean\['decay'\] is a builtins.function"):
+        track(model=nn.Linear(2, 2), mean=Lambda(0))
+
+
+@pytest.mark.parametrize(
+    ("tracked", "advice"),
+    [
+        ({"loss": 1.0}, "hold its values in an object whose state_dict"),
+        ([1.0, nn.Linear(1, 1)], "hold its values in an object whose state_dict"),
+        ({"a": nn.Linear(1, 1), "b": nn.Linear(1, 1)}, "track each of its members under a name of its own"),
+    ],
+)
+def test_container_is_refused_with_fitting_advice(tracked: Any, advice: str) -> None:
+    with pytest.raises(TypeError, match=advice):
+        track(model=nn.Linear(2, 2), best=tracked)
