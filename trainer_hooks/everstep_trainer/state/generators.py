@@ -85,7 +85,7 @@ class _Stateful:
             return "random.Random"
         return f"numpy {_bit_generator(generator).state['bit_generator']}"
 
-    def _access(self) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    def _access(self) -> tuple[Callable[[], Any], Callable[[Any], object]]:
         """Return the functions that read and write the state."""
         generator = self._generator
         if isinstance(generator, torch.Generator):
