@@ -335,6 +335,8 @@ class AuditStatement(Report, frozen=True, kw_only=True, tag=True):
         wrong_results: For an owner without a peer, how many results of its own stand out or are wrong. 2: those of two
             runs with different samples. 0: some rank's results stand out, and it is not known whose.
         difference: The bits that differ, in words; empty if the reporter has not seen both results.
+        kind: The reporter's processor, driver and libraries; empty if unknown. Ranks of different kinds may round
+            differently, so their bits are not compared.
     """
 
     generation: GenerationNumber
@@ -349,6 +351,7 @@ class AuditStatement(Report, frozen=True, kw_only=True, tag=True):
     expects_arbiter: bool = False
     wrong_results: Annotated[int, msgspec.Meta(ge=0, le=2)] = 1
     difference: ShortText = ""
+    kind: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
 
 class AuditsClean(Report, frozen=True, kw_only=True, tag=True):

@@ -27,6 +27,7 @@ from everstep_trainer.runtime.process_group import GenerationGroup
 from everstep_trainer.runtime.progress import StepProgress, total_compile_s
 from everstep_trainer.runtime.regroup_record import RecoveryTally, RegroupRecord
 from everstep_trainer.sdc.audit import Mismatch
+from everstep_trainer.sdc.compute_kind import compute_kind
 from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.snapshot.snapshotter import Snapshotter
 from everstep_trainer.state.tracked_state import TrackedState
@@ -325,6 +326,7 @@ class GenerationSession(TrainingSession):
                 at=self.clock.wall(),
                 generation=self._spec.number,
                 rank=self.group.member.rank,
+                kind=compute_kind(self.group.device),
                 **msgspec.structs.asdict(mismatch),
             )
         )
