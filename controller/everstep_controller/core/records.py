@@ -199,6 +199,14 @@ class NodeIdentity(msgspec.Struct, kw_only=True):
     registered_at: float = 0.0
 
 
+def node_kind(identity: NodeIdentity) -> str:
+    """Return what a node computes with, in words: its GPUs and their driver, or its model; empty if unknown."""
+    if identity.gpus:
+        names = ", ".join(sorted({gpu.name for gpu in identity.gpus}))
+        return f"{names} with driver {identity.driver_version or 'unknown'}"
+    return f"{identity.host.vendor} {identity.host.product}".strip()
+
+
 class NodeLiveness(msgspec.Struct, kw_only=True):
     """Whether the node's agent is heard, and how often it was lost."""
 
@@ -542,11 +550,18 @@ class JobFailures(msgspec.Struct, kw_only=True):
     """As ``recomputed_steps``, for steps from which on ranks look for the first one whose results stand out."""
 
 
+MAX_KIND_PAIRS = 16
+"""Maximum number of pairs of kinds that are named."""
+
+
 class JobAudits(msgspec.Struct, kw_only=True):
     """Audits that are off for the rest of a job."""
 
     off: dict[AuditLink, str] = {}
     """Why each of them is off, as a sentence for people."""
+    not_compared: dict[str, str] = {}
+    """Pairs of kinds of nodes whose results were not compared, each with a sentence for people. At most
+    ``MAX_KIND_PAIRS``."""
 
 
 MAX_RECOMPUTED_STEPS = 64

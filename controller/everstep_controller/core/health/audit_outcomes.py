@@ -22,7 +22,7 @@ from everstep_controller.core.health.case_outcomes import (
 )
 from everstep_controller.core.jobs import ending
 from everstep_controller.core.jobs.generations import RegroupCause, regroup
-from everstep_controller.core.records import MAX_RECOMPUTED_STEPS, AuditStrike, JobRecord
+from everstep_controller.core.records import MAX_KIND_PAIRS, MAX_RECOMPUTED_STEPS, AuditStrike, JobRecord
 from everstep_controller.core.state import Accusation, AuditCase, AuditGroup
 from everstep_controller.core.transition import Transition
 from everstep_controller.core.wording import format_span
@@ -48,7 +48,7 @@ def _settle_group(transition: Transition, job: JobRecord, cases: Sequence[AuditC
     group, spec = cases[0].key.group, cases[0].spec
     if group.link in job.audits.off:
         return
-    judged = [(case, audits.judge_case(case)) for case in cases]
+    judged = [(case, audits.judge_case(case, transition.state.nodes)) for case in cases]
     for case, judgement in judged:
         count = case.key.link, audits.OUTCOMES[type(judgement)]
         transition.state.audit_counts[count] = transition.state.audit_counts.get(count, 0) + 1
@@ -128,6 +128,19 @@ def _settle_audit(transition: Transition, job: JobRecord, case: AuditCase, judge
             _note_inconclusive(transition, job, case, judgement)
         case audits.Suspicion():
             _handle_suspicion(transition, job, case, judgement)
+        case audits.Incomparable():
+            _note_incomparable(transition, job, case, judgement)
+
+
+def _note_incomparable(transition: Transition, job: JobRecord, case: AuditCase, judgement: audits.Incomparable) -> None:
+    """Say once which kinds of nodes are not compared."""
+    pair, known = " / ".join(sorted(judgement.kinds)), job.audits.not_compared
+    if pair in known or len(known) >= MAX_KIND_PAIRS:
+        return
+    known[pair] = judgement.sentence
+    transition.mark_job_changed(job.job)
+    words = f"audit {case.key.link}: {judgement.sentence}. No node is accused for it"
+    transition.audit("audit.not_compared", words, job=job.job, generation=case.key.generation)
 
 
 def _convict(

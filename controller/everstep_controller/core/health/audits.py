@@ -16,7 +16,7 @@ from everstep.ids import NodeId, Rank
 from everstep.vocabulary import AuditLink, AuditRole
 from everstep.wire.v1.training import AuditsClean, AuditStatement, GenerationSpec
 from everstep_controller.core.checkpoints.commits import verify_audit_candidate
-from everstep_controller.core.records import JobRecord
+from everstep_controller.core.records import JobRecord, NodeRecord, node_kind
 from everstep_controller.core.state import Accusation, AuditCase, AuditGroup, AuditKey, AuditRuntime, JudgedGroup
 from everstep_controller.core.transition import Transition
 
@@ -26,6 +26,8 @@ MAX_STATEMENTS = 8
 """Maximum number of statements in a case; three ranks take part."""
 MAX_JUDGED = 256
 """Number of judged cases of a job that are remembered."""
+_COMPUTED_AGAIN = (AuditLink.RECOMPUTE, AuditLink.MATMUL, AuditLink.PEER_REPLAY, AuditLink.UPDATE)
+"""Links whose witnesses compute the owner's work again. In the others they compare bytes that were sent."""
 _ON_OWN_WORD = (AuditLink.STATE, AuditLink.CHECKPOINT)
 """Links whose work cannot be done again: the owner compares bytes with what they were."""
 
@@ -77,7 +79,18 @@ class Suspicion(msgspec.Struct, frozen=True, tag=True):
     names_owner: bool = True
 
 
-AuditJudgement = OwnerConvicted | OwnerStrike | AuditorStrike | Tied | Inconclusive | Suspicion
+class Incomparable(msgspec.Struct, frozen=True, tag=True):
+    """The statements come from ranks of different kinds, which may round in different ways.
+
+    ``ranks``: the owner and a rank of another kind. ``kinds``: theirs.
+    """
+
+    ranks: tuple[Rank, Rank]
+    kinds: tuple[str, str]
+    sentence: str
+
+
+AuditJudgement = OwnerConvicted | OwnerStrike | AuditorStrike | Tied | Inconclusive | Suspicion | Incomparable
 
 OUTCOMES: Mapping[type[AuditJudgement], str] = {
     OwnerConvicted: "owner_convicted",
@@ -86,12 +99,46 @@ OUTCOMES: Mapping[type[AuditJudgement], str] = {
     Tied: "tied",
     Inconclusive: "inconclusive",
     Suspicion: "suspicion",
+    Incomparable: "incomparable",
 }
 """Names of the outcomes in metrics."""
 
 
-def judge(statements: Collection[AuditStatement], nodes: Mapping[Rank, NodeId]) -> AuditJudgement:
-    """Judge the statements of one case, at least one. ``nodes``: the node of each rank that made one."""
+def judge(
+    statements: Collection[AuditStatement], nodes: Mapping[Rank, NodeId], kinds: Mapping[Rank, str] | None = None
+) -> AuditJudgement:
+    """Judge the statements of one case, at least one, by those of the owner's kind.
+
+    Args:
+        statements: Of the owner, a peer and an arbiter.
+        nodes: The node of each rank that made one.
+        kinds: What each rank computes with; empty if unknown. None: as the statements say.
+    """
+    kinds = {one.rank: one.kind for one in statements} if kinds is None else kinds
+    owner = next((one for one in statements if one.role is AuditRole.OWNER), None)
+    if owner is None or owner.link not in _COMPUTED_AGAIN:
+        return _judge_same_kind(statements, nodes)
+    other = next((one for one in statements if _differ(kinds[one.rank], kinds[owner.rank])), None)
+    if other is None:
+        return _judge_same_kind(statements, nodes)
+    same = [one for one in statements if not _differ(kinds[one.rank], kinds[owner.rank])]
+    judgement = _judge_same_kind(same, nodes)
+    if not isinstance(judgement, Inconclusive):
+        return judgement
+    pair = kinds[owner.rank], kinds[other.rank]
+    words = (
+        f"results of {nodes[owner.rank]} and {nodes[other.rank]} are not compared: one is {pair[0]}, the other is "
+        f"{pair[1]}, which may round in another way"
+    )
+    return Incomparable((owner.rank, other.rank), pair, words)
+
+
+def _differ(kind: str, other: str) -> bool:
+    return bool(kind) and bool(other) and kind != other
+
+
+def _judge_same_kind(statements: Collection[AuditStatement], nodes: Mapping[Rank, NodeId]) -> AuditJudgement:
+    """Judge statements of ranks whose results must be equal, at least one."""
     by_role = {one.role: one for one in reversed(list(statements))}
     owner, peer, arbiter = (by_role.get(role) for role in (AuditRole.OWNER, AuditRole.PEER, AuditRole.ARBITER))
     some = next(iter(statements))
@@ -353,10 +400,14 @@ def list_accusations(case: AuditCase, judgement: AuditJudgement) -> list[Accusat
     return [] if accused is None else [Accusation(accused, case.spec.node_of(accused), isinstance(judgement, Tied))]
 
 
-def judge_case(case: AuditCase) -> AuditJudgement:
-    """Judge a case by the statements that have arrived."""
+def judge_case(case: AuditCase, records: Mapping[NodeId, NodeRecord]) -> AuditJudgement:
+    """Judge a case by the statements that have arrived, among nodes of one kind."""
     statements = case.statements.values()
-    return judge(statements, {one.rank: case.spec.node_of(one.rank) for one in statements})
+    nodes = {one.rank: case.spec.node_of(one.rank) for one in statements}
+    if all(one.kind for one in statements):
+        return judge(statements, nodes)
+    kinds = {rank: node_kind(records[node].identity) if node in records else "" for rank, node in nodes.items()}
+    return judge(statements, nodes, kinds)
 
 
 def collect_statements(case: AuditCase, job: str) -> dict[str, str]:

@@ -8,6 +8,7 @@ import pytest
 from everstep_controller.core.health.audits import (
     AuditJudgement,
     AuditorStrike,
+    Incomparable,
     Inconclusive,
     OwnerConvicted,
     OwnerStrike,
@@ -147,6 +148,50 @@ def test_one_lying_node_convicts_no_other(liar: int) -> None:
                 elif isinstance(judgement, AuditorStrike):
                     accused = (judgement.rank,)
                 assert all(nodes[rank] == nodes[liar] for rank in accused), judgement
+
+
+@pytest.mark.parametrize(
+    ("kinds", "outcome"),
+    [
+        (("A100", "H100", "H100"), Incomparable),
+        (("A100", "A100", "H100"), Tied),
+        (("A100", "", "H100"), Tied),
+        (("A100", "A100", "A100"), OwnerConvicted),
+        (("", "", ""), OwnerConvicted),
+    ],
+)
+def test_only_ranks_of_one_kind_are_compared(kinds: tuple[str, str, str], outcome: type) -> None:
+    given = [
+        _statement(OWNER, AuditRole.OWNER, "a", "a", kind=kinds[0]),
+        _statement(PEER, AuditRole.PEER, digest="b", kind=kinds[1]),
+        _statement(ARBITER, AuditRole.ARBITER, digest="b", kind=kinds[2]),
+    ]
+    assert isinstance(judge(given, APART), outcome)
+
+
+def test_peer_of_another_kind_is_not_accused() -> None:
+    given = [
+        _statement(OWNER, AuditRole.OWNER, "a", "a", kind="A100"),
+        _statement(PEER, AuditRole.PEER, digest="b", kind="H100"),
+        _statement(ARBITER, AuditRole.ARBITER, digest="a", kind="A100"),
+    ]
+    assert isinstance(judge(given, APART), Incomparable)
+
+
+def test_own_contradiction_counts_beside_another_kind() -> None:
+    given = [
+        _statement(OWNER, AuditRole.OWNER, "a", "b", kind="A100", link=AuditLink.UPDATE),
+        _statement(PEER, AuditRole.PEER, digest="c", kind="H100", link=AuditLink.UPDATE),
+    ]
+    assert isinstance(judge(given, APART), OwnerStrike)
+
+
+def test_bytes_that_were_sent_are_compared_between_kinds() -> None:
+    given = [
+        _statement(OWNER, AuditRole.OWNER, "a", kind="A100", link=AuditLink.COLLECTIVE),
+        _statement(PEER, AuditRole.PEER, digest="b", kind="H100", link=AuditLink.COLLECTIVE),
+    ]
+    assert isinstance(judge(given, APART), Tied)
 
 
 def test_first_statement_of_a_role_counts() -> None:

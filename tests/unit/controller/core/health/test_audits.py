@@ -214,6 +214,31 @@ def test_ranks_of_one_node_that_disagree_are_a_strike_on_it() -> None:
     assert len(fleet.state.nodes["n1"].audits.strikes) == 1
 
 
+def _install(fleet: CoreFleet, node: str, gpu: str) -> None:
+    identity = fleet.state.nodes[node].identity
+    identity.gpus = tuple(msgspec.structs.replace(one, name=gpu) for one in identity.gpus)
+
+
+def test_nodes_of_different_kinds_are_not_compared() -> None:
+    fleet = _fleet()
+    _install(fleet, "n3", "H100")
+    _commit(fleet)
+    for step in (40, 48, 56):
+        effects = fleet.audit(2, step, *BAD)
+        assert not decisions(effects)
+        assert not generations(effects)
+    (sentence,) = audits(fleet.effects, "audit.not_compared")
+    assert "H100" in sentence
+    assert fleet.node_state("n3") is NodeState.HEALTHY
+
+
+def test_kinds_that_ranks_state_count_before_those_of_nodes() -> None:
+    fleet = _fleet()
+    _install(fleet, "n3", "H100")
+    _commit(fleet)
+    assert decisions(fleet.audit(2, 40, *BAD, kind="avx2")) == [("n3", "evict")]
+
+
 def test_results_that_never_repeat_blame_no_node() -> None:
     fleet = _fleet()
     _commit(fleet)
