@@ -176,6 +176,58 @@ def test_ctrl_c_leaves_no_process_no_socket_and_no_segment(run: Run) -> None:
     assert not list((run.directory / "state").glob("run-*"))
 
 
+EMERGENCY = """
+import pathlib, signal, time, torch, torch.distributed as dist
+import everstep
+
+HERE = pathlib.Path(__file__).parent
+asked = []
+
+def train(run):
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+    torch.manual_seed(0)
+    model = run.replicate(torch.nn.Linear(8, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    run.track(model=model, optimizer=optimizer)
+    for step in run.steps(until=100000):
+        model(torch.ones(2, 8)).pow(2).sum().backward()
+        optimizer.step()
+        (HERE / f"at-{run.rank}").write_text(str(step))
+        stop = torch.tensor(float(bool(asked)))
+        dist.all_reduce(stop)
+        if stop:
+            if run.rank == 0:
+                time.sleep(1.5)  # longer than a silent rank is left alone
+                (HERE / "emergency").write_text(str(step))
+            break
+        time.sleep(0.02)
+    (HERE / f"left-{run.rank}").write_text(f"{step} {run.generation}")
+
+everstep.main(train)
+"""
+
+
+@pytest.mark.promise("orderly-stop")
+def test_sigterm_lets_ranks_save_and_writes_the_newest_version(short_path: Path) -> None:
+    (short_path / "train.py").write_text(EMERGENCY)
+    argv = ["--nproc-per-node", "2", "--spill-to", "store", "--job", "calm", "--state-dir", str(short_path / "state")]
+    with launched(short_path, *argv, "train.py") as launcher:
+
+        def is_beyond_10() -> bool:
+            return (short_path / "at-1").exists() and int((short_path / "at-1").read_text() or 0) > 10
+
+        launcher.eventually(is_beyond_10, "step 10")
+        launcher.process.terminate()
+        assert launcher.wait() == 128 + signal.SIGTERM
+    saved = (short_path / "emergency").read_text()
+    assert {(short_path / f"left-{rank}").read_text() for rank in (0, 1)} == {f"{saved} 1"}
+    (folder,) = (short_path / "store" / "calm").iterdir()
+    assert (folder / ".metadata").exists()
+    assert launcher.err.splitlines()[-1].endswith(f"is saved in {folder}; the same command continues there")
+    assert "killing" not in launcher.err
+    assert [one.receipt.result for one in stored_receipts(short_path / "state")] == ["interrupted"]
+
+
 @pytest.mark.promise("clean-exit")
 @pytest.mark.parametrize("vault_too", [False, True])
 def test_restarted_launcher_restores_from_vault_memory(short_path: Path, vault_too: bool) -> None:

@@ -16,7 +16,7 @@ from everstep.ids import split_address
 from everstep.vocabulary import GenerationReason
 from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob
 from everstep.wire.v1.local import Goodbye, RankExited
-from everstep.wire.v1.training import GenerationSpec, JobSpec, LauncherJoined, RestoreRule
+from everstep.wire.v1.training import GenerationSpec, JobSpec, LauncherJoined, LauncherLeaving, RestoreRule
 from tests.support.fake_agent import FakeAgent, fake_agent
 from tests.support.launched import ROOT, Launched, launched
 from tests.support.processes import is_running
@@ -156,13 +156,13 @@ def test_worker_ignoring_sigterm_is_killed_after_grace(agent: FakeAgent, script:
 
 
 def test_second_ctrl_c_ends_launcher_at_once(agent: FakeAgent, script: Path) -> None:
-    script.write_text("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + HOOKED)
+    script.write_text("import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + HOOKED)
     with start(agent, script, "--grace-s", "3600") as launcher:
         holder(launcher, script.parent, 0)
         below = launcher.descendants()
         agent.heard(LauncherJoined)
         launcher.process.send_signal(signal.SIGINT)
-        agent.heard(Goodbye)
+        agent.heard(LauncherLeaving)
         launcher.process.send_signal(signal.SIGINT)
         assert launcher.wait() == 130
         launcher.eventually(lambda: not any(map(is_running, below)), "the end of everybody, by the kernel's hand")

@@ -38,6 +38,7 @@ from everstep.wire.v1.training import (
     GenerationSpec,
     JobSpec,
     LauncherJoined,
+    LauncherLeaving,
     LauncherLeft,
     PeerConnectionLost,
     ProbeFinished,
@@ -233,6 +234,24 @@ class CoreFleet:
     def leave(self, node: str, orderly: bool = False, job: str = "job") -> list[Effect]:
         life = self.launchers[job, node]
         return self.report(node, LauncherLeft(job=job, at=self.now, launcher=life, orderly=orderly))
+
+    def announce_leaving(
+        self, *nodes: str, ranks_ended: bool = False, is_notice: bool = False, grace_s: float = 30.0
+    ) -> list[Effect]:
+        """The launchers on these nodes received SIGTERM, or the notice of an end."""
+        before = len(self.effects)
+        for node in nodes:
+            report = LauncherLeaving(
+                job="job",
+                at=self.now,
+                launcher=self.launchers["job", node],
+                cause="SIGUSR1" if is_notice else "SIGTERM",
+                grace_s=grace_s,
+                ranks_ended=ranks_ended,
+                is_notice=is_notice,
+            )
+            self.report(node, report)
+        return self.effects[before:]
 
     def start(self, nodes: int = 4, spares: int = 0, **spec: Any) -> None:
         """``nodes`` nodes n1, n2, ... with a launcher each, running and resumed in generation 1; ``spares`` more."""

@@ -121,5 +121,6 @@ def _what_vaults_say(fleet: CoreFleet) -> None:
     )
     fleet.report(node, spilled)
     fleet.report(node, VersionProtected(job="job", at=fleet.now, version=version, members_digests={0: "p0"}))
+    fleet.announce_leaving(fleet.spec().roster[-1].node)
     fleet.leave(fleet.spec().roster[-1].node, orderly=True)
     fleet.resume()

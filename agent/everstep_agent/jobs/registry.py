@@ -32,6 +32,7 @@ from everstep.wire.v1.training import (
     FindingRaised,
     GenerationSpec,
     LauncherJoined,
+    LauncherLeaving,
     LauncherLeft,
     RankFinished,
     RankProgress,
@@ -259,6 +260,10 @@ class JobRegistry:
         match message:
             case LauncherJoined():
                 self._handle_launcher_joined(process, message)
+            case LauncherLeaving():
+                if message.job != process.job.name:
+                    raise MalformedMessage(f"a launcher of job {process.job.name} may not speak for job {message.job}")
+                self._callbacks.report(message)
             case RankExited():
                 self.loss_reporter.handle_exit(process.job, message)
             case Goodbye():
@@ -381,7 +386,8 @@ class JobRegistry:
 
     def _stop(self, body: StopJob) -> None:
         job = self._jobs.get(body.job)
-        self._callbacks.delete_from_vault(body.job)
+        if not body.keeps_checkpoints:
+            self._callbacks.delete_from_vault(body.job)
         if job is None:
             return
         # Without a launcher, the next one to join may belong to this run or to a new run of the same name.

@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 from everstep.errors import Unavailable
-from everstep.vocabulary import Finding, GenerationReason, NodeState, Severity
+from everstep.vocabulary import Finding, GenerationReason, JobState, NodeState, Severity
 from everstep.wire.v1 import training
 from everstep.wire.v1.vault_reports import VersionProtected, VersionSpilled
 from everstep_controller.core import events, orders, retirement
@@ -19,7 +19,7 @@ from everstep_controller.core.effects import Effect
 from everstep_controller.core.health import audit_outcomes, case_outcomes, findings, maintenance, node_state, quarantine
 from everstep_controller.core.health.audits import handle_audits_clean
 from everstep_controller.core.health.eviction import check_deferred_scope
-from everstep_controller.core.jobs import ending, generations, hangs, joining, lifecycle, losses
+from everstep_controller.core.jobs import ending, generations, hangs, joining, leaving, lifecycle, losses
 from everstep_controller.core.jobs.generations import RegroupCause
 from everstep_controller.core.jobs.hangs import settle_pending_regroup
 from everstep_controller.core.liveness import node_liveness, registration
@@ -198,6 +198,11 @@ def _check_job(transition: Transition, name: str) -> None:
     audit_outcomes.check_audit_cases(transition, job)
     if job.is_ended:
         return
+    if job.status.state is JobState.PAUSED or leaving.leaving_launchers(job):
+        check_spill(transition, job)
+        leaving.settle(transition, job)
+        if job.is_running:
+            return
     if job.is_running:
         if live.regroup.pending is not None and transition.now >= live.regroup.pending.due:
             settle_pending_regroup(transition, job)
@@ -315,17 +320,18 @@ def _handle_report(transition: Transition, event: events.ReportArrived) -> None:
 
 _REPORTS: dict[type[Any], Callable[[Transition, JobRecord, str, Any], None]] = {
     training.LauncherLeft: losses.handle_launcher_left,
+    training.LauncherLeaving: leaving.handle_launcher_leaving,
     training.PeerConnectionLost: node_liveness.handle_peer_lost,
-    training.RankLost: losses.handle_rank_lost,
-    training.CollectiveFailed: losses.handle_collective_failed,
-    training.RankStalled: hangs.handle_rank_stalled,
-    training.RankUnresponsive: hangs.handle_rank_unresponsive,
+    training.RankLost: leaving.unless_leaving(losses.handle_rank_lost),
+    training.CollectiveFailed: leaving.unless_leaving(losses.handle_collective_failed),
+    training.RankStalled: leaving.unless_leaving(hangs.handle_rank_stalled),
+    training.RankUnresponsive: leaving.unless_leaving(hangs.handle_rank_unresponsive),
     training.VersionSealed: case_outcomes.handle_sealed,
     training.AuditStatement: audit_outcomes.handle_audit_statement,
     training.AuditsClean: handle_audits_clean,
     training.Resumed: lifecycle.handle_resumed,
-    training.UserError: lifecycle.handle_user_error,
-    training.RankFinished: ending.handle_rank_finished,
+    training.UserError: leaving.unless_leaving(lifecycle.handle_user_error),
+    training.RankFinished: leaving.unless_leaving(ending.handle_rank_finished),
     VersionSpilled: handle_version_spilled,
     VersionProtected: handle_version_protected,
 }

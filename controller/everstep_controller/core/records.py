@@ -361,6 +361,16 @@ class NodeRecord(msgspec.Struct, kw_only=True):
         return self.health.agent_findings.get(key) or self.health.controller_findings.get(key)
 
 
+class LeavingLauncher(msgspec.Struct, kw_only=True):
+    """A launcher that lets its ranks end before it ends."""
+
+    cause: str
+    """Signal that it received, or why else it ends."""
+    until: float
+    """Time at which its ranks have ended at the latest."""
+    ranks_ended: bool = False
+
+
 class LauncherRecord(msgspec.Struct, kw_only=True):
     """A node's offer to take part in a job."""
 
@@ -380,9 +390,13 @@ class LauncherRecord(msgspec.Struct, kw_only=True):
     """Local ranks that did not enter a generation and have not been replaced since."""
     late_generations: int = 0
     """Number of consecutive generations in which local ranks were missing."""
+    leaving: LeavingLauncher | None = None
+    """Set once the launcher has announced its end; it stays unusable."""
 
     def make_usable(self) -> None:
-        """Forget why the launcher was not usable."""
+        """Forget why the launcher was not usable, unless it is about to end."""
+        if self.leaving is not None:
+            return
         self.usable, self.unusable_reason = True, ""
         self.missing_local_ranks, self.late_generations = [], 0
 

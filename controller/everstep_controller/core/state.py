@@ -59,12 +59,14 @@ Ignored = Literal[
     "finding_cleared.unknown",
     "node_seen.stale",
     "launcher_joined.stale",
+    "launcher_leaving.stale",
     "launcher_left.stale",
     "scheduler_state.unchanged",
     "peer_connection_lost.not_a_member",
     "probe_finished.unknown",
     "rank_finished.not_a_member",
     "rank_finished.stale",
+    "rank_report.launcher_leaving",
     "rank_lost.not_a_member",
     "rank_lost.not_running",
     "rank_lost.stale",
@@ -268,6 +270,7 @@ class CommitRuntime(msgspec.Struct):
     """Seals of versions newer than ``settled_version``."""
     committed_version: Version | None = None
     committed_at: float = 0.0
+    committed_bytes: int = 0
     verified_version: Version | None = None
     """Newest version whose digests agreed."""
     settled_version: Version | None = None

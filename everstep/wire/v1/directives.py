@@ -32,12 +32,20 @@ class KillRank(Message, frozen=True, kw_only=True, tag=True):
 
 
 class StopJob(Message, frozen=True, kw_only=True, tag=True):
-    """The job is over."""
+    """The job is over, or a signal to its launchers has ended its ranks and it waits for a new launcher.
+
+    Attributes:
+        ok: Determines the exit status of ranks and launchers.
+        reason: Printed by launchers.
+        launcher: The launcher that is meant; a later one of the node begins the job anew. 0: any.
+        keeps_checkpoints: The job may continue, so its slots stay.
+    """
 
     job: JobId
-    ok: bool  # determines the launchers' exit status
-    reason: ShortText  # printed by launchers
-    launcher: Incarnation = 0  # the launcher that is meant; a later one of the node begins the job anew. 0: any.
+    ok: bool
+    reason: ShortText
+    launcher: Incarnation = 0
+    keeps_checkpoints: bool = False
 
     def applies_to(self, launcher: int) -> bool:
         """Return whether the order is meant for that launcher."""

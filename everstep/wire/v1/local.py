@@ -3,7 +3,8 @@
 ``agent.sock``: launchers and ranks connect, authenticated by peer credentials (same user, or root). The first frame is
 ``Hello``; the agent answers ``Welcome``, then sends directives of that job as they come.
 
-* A launcher sends ``LauncherJoined`` and receives ``NewGeneration``, ``KillRank``, ``StopJob``.
+* A launcher sends ``LauncherJoined`` and ``LauncherLeaving``. It receives ``NewGeneration``, ``KillRank``,
+  ``StopJob``.
 * A rank sends ``RankHeartbeat``, reports and ``WrongProduct``, and receives ``NewGeneration``, ``StopJob``,
   ``VersionNotice``. The end of its connection is the end of its process: the agent reports ``RankLost`` at once.
 
@@ -27,6 +28,7 @@ from everstep.wire.v1.training import (
     FindingRaised,
     Holder,
     LauncherJoined,
+    LauncherLeaving,
     PeerConnectionLost,
     RankFinished,
     RankStalled,
@@ -263,6 +265,7 @@ ToAgent = (
     | Goodbye
     | RankExited
     | LauncherJoined
+    | LauncherLeaving
     | CollectiveFailed
     | RankStalled
     | VersionSealed

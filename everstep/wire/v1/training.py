@@ -241,6 +241,23 @@ class LauncherLeft(Report, frozen=True, kw_only=True, tag=True):
     detail: ShortText = ""
 
 
+class LauncherLeaving(Report, frozen=True, kw_only=True, tag=True):
+    """A launcher received a signal to end, and lets its ranks end first; ``LauncherLeft`` follows.
+
+    Attributes:
+        cause: The signal, or why else the launcher ends.
+        grace_s: Seconds that its ranks have to end by themselves.
+        ranks_ended: Sent a second time, once none of its ranks runs.
+        is_notice: A scheduler announced an end, and nothing ends yet.
+    """
+
+    launcher: Incarnation
+    cause: ShortText = ""
+    grace_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    ranks_ended: bool = False
+    is_notice: bool = False
+
+
 class RankLost(Report, frozen=True, kw_only=True, tag=True):
     """A rank's process is gone. ``has_replacement``: the launcher has a process ready for its place, or can
     fork one."""
@@ -451,6 +468,7 @@ class ProbeFinished(Message, frozen=True, kw_only=True, tag=True):
 AnyReport = (
     LauncherJoined
     | LauncherLeft
+    | LauncherLeaving
     | RankLost
     | CollectiveFailed
     | RankStalled

@@ -19,7 +19,7 @@ from everstep.errors import AuthenticationError, EverstepError, MalformedMessage
 from everstep.wire.framing import SUPPORTED_VERSIONS, FrameDecoder, encode_frame
 from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob
 from everstep.wire.v1.local import MAX_FRAME_BYTES, ConnectionRole, FromAgent, Goodbye, Hello, RankExited, Welcome
-from everstep.wire.v1.training import LauncherJoined
+from everstep.wire.v1.training import LauncherJoined, LauncherLeaving
 
 log = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class LauncherLink:
         self._make_joined = make_joined
         self._on_directive = on_directive
         self._writer: asyncio.StreamWriter | None = None
-        self._unsent: deque[RankExited] = deque(maxlen=MAX_UNSENT_REPORTS)
+        self._unsent: deque[RankExited | LauncherLeaving] = deque(maxlen=MAX_UNSENT_REPORTS)
         self.node: str | None = None
         self.welcome: Welcome | None = None
 
@@ -57,7 +57,7 @@ class LauncherLink:
         """True if the agent has welcomed this launcher and is still there."""
         return self._writer is not None
 
-    def report(self, message: RankExited) -> None:
+    def report(self, message: RankExited | LauncherLeaving) -> None:
         """Send a report at once, or when the agent is back."""
         if self._writer is None:
             self._unsent.append(message)

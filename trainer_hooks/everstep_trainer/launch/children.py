@@ -7,6 +7,7 @@ import os
 import runpy
 import signal
 import sys
+import traceback
 from datetime import timedelta
 from time import perf_counter
 
@@ -96,9 +97,21 @@ def run_script(descriptors: tuple[int, ...], *, script: str, module: bool, argum
             runpy.run_path(script, run_name="__main__")
     except SystemExit:
         raise
+    except KeyboardInterrupt as error:  # Ctrl-C ends all ranks: a line of each is enough
+        name = "a standby" if local_rank is None else f"local rank {local_rank}"
+        print(f"everstep: {name} was interrupted at {_script_line(error)}", file=sys.stderr)
+        raise SystemExit(130) from None
     except BaseException as error:  # noqa: BLE001 - what the interpreter itself does at the end of a script
         _show(error)
-        raise SystemExit(130 if isinstance(error, KeyboardInterrupt) else 1) from None
+        raise SystemExit(1) from None
+
+
+def _script_line(error: BaseException) -> str:
+    """Return the file and line of the innermost frame that is the user's own."""
+    libraries = (sys.prefix, sys.base_prefix, "<", os.path.dirname(os.path.dirname(__file__)))
+    found = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    own = [f"{file}:{line}" for file, line in found if not file.startswith(libraries)]
+    return own[-1] if own else "an import"
 
 
 def _show(error: BaseException) -> None:

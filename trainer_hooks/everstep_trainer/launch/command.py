@@ -18,7 +18,8 @@ from everstep.command_line import CONTEXT_SETTINGS, Flags, Version, make_app, ta
 from everstep.errors import ConfigurationError, exit_on_errors
 from everstep.parent_process import die_with_parent
 from everstep.system_clock import SYSTEM_CLOCK
-from everstep_trainer.launch.launcher import LauncherOutcome, launch
+from everstep_trainer.launch.interruption import EndingSignals
+from everstep_trainer.launch.launcher import LauncherOutcome, ended_by_signal, launch
 from everstep_trainer.launch.options import (
     ALIASES,
     IGNORED_FLAGS,
@@ -103,23 +104,18 @@ def main() -> None:
 
 async def _run(options: LaunchOptions) -> LauncherOutcome:
     """Run the launcher until it ends; the first signal ends it in order, a second one at once."""
-    loop = asyncio.get_running_loop()
-    work = asyncio.create_task(launch(options, SYSTEM_CLOCK, os.environ))
-    received: list[signal.Signals] = []
-
-    def end(number: signal.Signals) -> None:
-        received.append(number)
-        work.cancel()
-
+    loop, signals = asyncio.get_running_loop(), EndingSignals()
+    work = asyncio.create_task(launch(options, SYSTEM_CLOCK, os.environ, signals))
+    signals.cancel_by(work.cancel)
     for number in ENDING_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup asks for that
-            loop.add_signal_handler(number, end, number)
+            loop.add_signal_handler(number, signals.receive, number)
     try:
         return await work
     except asyncio.CancelledError:
-        if not received:
+        if not signals.received:
             raise
-        return LauncherOutcome(128 + received[0], f"ended by {received[0].name}")
+        return ended_by_signal(signals.received[0])
 
 
 if __name__ == "__main__":

@@ -20,12 +20,13 @@ from everstep.clock import Clock
 from everstep.errors import ConfigurationError
 from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob
 from everstep.wire.v1.local import RankExited
-from everstep.wire.v1.training import JobSpec, LauncherJoined
+from everstep.wire.v1.training import JobSpec, LauncherJoined, LauncherLeaving
 from everstep_trainer.launch.agent_link import Directive, LauncherLink
 from everstep_trainer.launch.fleet_access import FleetAccess
 from everstep_trainer.launch.forking.fork_client import ForkServerLost
 from everstep_trainer.launch.forking.fork_messages import Exited, Forked, ForkServerReady
 from everstep_trainer.launch.forking.process_setup import NOTICE_SIGNALS
+from everstep_trainer.launch.interruption import EndingSignals, describe_continuation, wait_until_saved
 from everstep_trainer.launch.job_rendezvous import (
     Endpoint,
     collective_environment,
@@ -100,8 +101,33 @@ class JobEndOverdue(msgspec.Struct, frozen=True):
     waits: int
 
 
-LauncherEvent = ProcessEvent | Directive | LauncherOutcome | StandbyDue | FirstNodeLost | JobEndOverdue | signal.Signals
+class EndRequested(msgspec.Struct, frozen=True):
+    """A signal asks the launcher to end."""
+
+    number: signal.Signals
+
+
+class GraceOver(msgspec.Struct, frozen=True):
+    """The ranks' time to end is over."""
+
+
+LauncherEvent = (
+    ProcessEvent
+    | Directive
+    | LauncherOutcome
+    | StandbyDue
+    | FirstNodeLost
+    | JobEndOverdue
+    | EndRequested
+    | GraceOver
+    | signal.Signals
+)
 """A signal is one that concerns ranks alone, such as a scheduler's notice of pre-emption."""
+
+
+def ended_by_signal(number: signal.Signals) -> LauncherOutcome:
+    """Return the outcome of a launcher that a signal ended."""
+    return LauncherOutcome(128 + number, f"ended by {number.name}")
 
 
 def listening_socket(host: str) -> socket.socket:
@@ -114,10 +140,13 @@ def listening_socket(host: str) -> socket.socket:
         raise ConfigurationError(f"cannot listen on {host}: {error}; {advice}") from error
 
 
-async def launch(options: LaunchOptions, clock: Clock, environ: Mapping[str, str]) -> LauncherOutcome:
-    """Run this node's part of a job from start to end, on an event loop in the main thread. Cancel it to end in order.
+async def launch(
+    options: LaunchOptions, clock: Clock, environ: Mapping[str, str], signals: EndingSignals
+) -> LauncherOutcome:
+    """Run this node's part of a job from start to end, on an event loop in the main thread.
 
-    Children die with the thread that forked them. Raises ConfigurationError for unusable options, or Unavailable.
+    The first of ``signals`` lets ranks end and checkpoints be written. Cancel the task to end at once. Children die
+    with the thread that forked them. Raises ConfigurationError for unusable options, or Unavailable.
     """
     async with contextlib.AsyncExitStack() as stack:
         state_dir = resolve_state_dir(options.state_dir, environ)
@@ -147,25 +176,44 @@ async def launch(options: LaunchOptions, clock: Clock, environ: Mapping[str, str
         spec = options.job_spec(await processes.count_ranks())
         fleet = FleetAccess(options.job) if options.agent_socket is not None else None
         launcher = Launcher(options, clock, spec, agent_socket, processes, events, labels, fleet)
-        exit_status, detail = None, "interrupted"
+        exit_status, detail, until = None, "interrupted", clock.wall()
         try:
             interval_s = options.progress_interval_s if options.progress else None
+            signals.deliver_to(lambda number: events.put_nowait(EndRequested(number)))
             async with showing_progress(fleet or private, options.job, clock, interval_s, environ):
                 outcome = await launcher.run()
-            exit_status, detail = outcome.exit_status, outcome.sentence
+            signals.deliver_to(None)
+            until, detail = launcher.signalled_at or clock.wall(), outcome.sentence
+            exit_status = None if launcher.was_interrupted else outcome.exit_status
             if fleet is not None:
                 await report_fleet_run(fleet, options.job)
+            elif launcher.was_interrupted:
+                outcome = await _conclude_interruption(outcome, launcher, private, options, clock)
             return outcome
         finally:
             try:
-                now = clock.wall()
-                await report_run(private, options.job, state_dir, exit_status=exit_status, sentence=detail, now=now)
+                await report_run(private, options.job, state_dir, exit_status=exit_status, sentence=detail, now=until)
             finally:
-                await launcher.leave(detail)
+                await launcher.leave(detail, at_once=len(signals.received) > 1)
             if network is not None and private.has_controller:  # the other nodes must know of the end before it goes
                 if not launcher.is_job_over:
                     await private.stop_job(f"the first node's launcher ended: {detail}"[:1000])
                 await private.wait_for_other_nodes()
+
+
+async def _conclude_interruption(
+    outcome: LauncherOutcome, launcher: Launcher, private: PrivateServices, options: LaunchOptions, clock: Clock
+) -> LauncherOutcome:
+    """Wait within the grace time until the newest version is on storage; add to the outcome how to continue."""
+    if launcher.is_job_over and not launcher.is_paused:
+        return outcome
+    kept = None
+    if options.spill_to is not None:
+        kept = await wait_until_saved(private.ask, options.job, launcher.ends_by, clock)
+    told = describe_continuation(
+        kept, spill_to=options.spill_to, grace_s=options.grace_s, command=options.command_to_continue
+    )
+    return LauncherOutcome(outcome.exit_status, f"{outcome.sentence}: {told}")
 
 
 class Launcher:
@@ -204,7 +252,13 @@ class Launcher:
         self._preloaded = False
         self._early_losses_left = 0  # failures at the start are the environment's, and do not pass
         self._stopping: LauncherOutcome | None = None
+        self._ending: LauncherOutcome | None = None  # set by the first signal
+        self._ranks_were_cut = False  # after it, a rank did not end with status 0
+        self.was_interrupted = False  # a signal ended the launcher before its ranks were through
         self.is_job_over = False  # the controller has ended the job
+        self.is_paused = False  # and it may continue: its ranks returned because of a signal
+        self.signalled_at: float | None = None  # wall seconds
+        self.ends_by = 0.0  # monotonic seconds
         self._giving_up: str | None = None
         self._store_deaths: deque[float] = deque(maxlen=MAX_STORE_DEATHS)
 
@@ -216,30 +270,100 @@ class Launcher:
             if outcome is not None:
                 return outcome
 
-    async def leave(self, detail: str) -> None:
-        """Say goodbye and send SIGTERM to all workers; those left after the grace time are killed."""
+    async def leave(self, detail: str, *, at_once: bool = False) -> None:
+        """Send SIGTERM to all workers and say goodbye; those left after the grace time, or ``at_once``, are killed."""
+        if self._pool.living_workers() and self._ending is None and not at_once:
+            self._tell_leaving(detail)
+            self._processes.signal(self._pool.living_workers(), signal.SIGTERM)
+            try:
+                async with asyncio.timeout(self._options.grace_s):
+                    while self._pool.living_workers():
+                        event = await self._events.get()
+                        if isinstance(event, ForkServerLost):
+                            break
+                        if isinstance(event, Exited):
+                            self._pool.remove_worker(event.serial)
+            except TimeoutError:
+                self._warn_of_kill()
         await self._link.leave(detail)
         if self._link_task is not None:
             self._link_task.cancel()
             await asyncio.wait([self._link_task])
-        self._processes.signal(self._pool.living_workers(), signal.SIGTERM)
-        try:
-            async with asyncio.timeout(self._options.grace_s):
-                while self._pool.living_workers():
-                    event = await self._events.get()
-                    if isinstance(event, ForkServerLost):
-                        return
-                    if isinstance(event, Exited):
-                        self._pool.remove_worker(event.serial)
-        except TimeoutError:
-            left = len(self._pool.living_workers())
-            log.warning("%d processes did not end within %g s of SIGTERM; killing them", left, self._options.grace_s)
+
+    # --- ending by a signal -------------------------------------------------------------------------------------------
+
+    def _begin_ending(self, number: signal.Signals) -> LauncherOutcome | None:
+        """Pass the signal on to the ranks, and give them time to end; the controller saves the newest version."""
+        grace_s = self._options.grace_s
+        self._ending = ended_by_signal(number)
+        self.signalled_at, self.ends_by = self._clock.wall(), self._clock.monotonic() + grace_s
+        self._tell_leaving(number.name)
+        ranks = self._pool.active_workers()
+        self._processes.signal(self._pool.living_workers().keys() - ranks.keys(), signal.SIGTERM)
+        self._processes.signal(ranks, number)
+        self._schedule(grace_s, GraceOver())
+        log.info("%s: ranks have %g s to end (--grace-s); a second signal ends at once", number.name, grace_s)
+        return self._ended_if_empty()
+
+    def _tell_leaving(self, cause: str, *, ranks_ended: bool = False, is_notice: bool = False) -> None:
+        if self.is_job_over:
+            return
+        message = LauncherLeaving(
+            job=self._options.job,
+            at=self._clock.wall(),
+            launcher=self._incarnation,
+            cause=cause[:4096],
+            grace_s=self._options.grace_s,
+            ranks_ended=ranks_ended,
+            is_notice=is_notice,
+        )
+        self._link.report(message)
+
+    def _handle_while_ending(self, event: LauncherEvent, outcome: LauncherOutcome) -> LauncherOutcome | None:
+        """Handle an event after the first signal: nothing is replaced, and the last exit ends the work."""
+        match event:
+            case Forked():
+                self._pool.handle_forked(event.serial, event.pid)
+            case Exited():
+                self._processes.close_control(event.serial)
+                local_rank = self._pool.remove_worker(event.serial)
+                self._ranks_were_cut = self._ranks_were_cut or (local_rank is not None and event.code != 0)
+                return self._ended_if_empty()
+            case StopJob():
+                self.is_job_over, self.is_paused = True, event.keeps_checkpoints
+                if not event.keeps_checkpoints:
+                    self._stopping = LauncherOutcome(0 if event.ok else 1, event.reason)
+            case GraceOver() | ForkServerLost():
+                if isinstance(event, GraceOver):
+                    self._warn_of_kill()
+                self._ranks_were_cut = True
+                return self._end_ranks(outcome)
+        return None
+
+    def _ended_if_empty(self) -> LauncherOutcome | None:
+        assert self._ending is not None
+        return None if self._pool.living_workers() else self._end_ranks(self._ending)
+
+    def _end_ranks(self, outcome: LauncherOutcome) -> LauncherOutcome:
+        """Kill what is left, and tell the controller that no rank runs here any more."""
+        self._processes.signal(self._pool.living_workers(), signal.SIGKILL)
+        self._tell_leaving(outcome.sentence, ranks_ended=True)
+        self.was_interrupted = self._stopping is None or self._ranks_were_cut
+        return self._stopping if self._stopping is not None and not self._ranks_were_cut else outcome
+
+    def _warn_of_kill(self) -> None:
+        left = len(self._pool.living_workers())
+        log.warning("%d processes did not end within --grace-s %g; killing them", left, self._options.grace_s)
 
     # --- events -------------------------------------------------------------------------------------------------------
 
     def _handle(self, event: LauncherEvent) -> LauncherOutcome | None:
         """Handle one event; a returned outcome ends the work."""
+        if self._ending is not None:
+            return self._handle_while_ending(event, self._ending)
         match event:
+            case EndRequested():
+                return self._begin_ending(event.number)
             case ForkServerReady():
                 self._preloaded, self._early_losses_left = True, MAX_EARLY_FORK_SERVER_DEATHS
             case Forked():
@@ -264,12 +388,14 @@ class Launcher:
                     log.warning("killing local rank %d: %s", event.local_rank, event.reason)
                     self._processes.signal([serial], signal.SIGKILL)
             case StopJob():
+                self.is_paused = event.keeps_checkpoints
                 return self._stop(LauncherOutcome(0 if event.ok else 1, event.reason))
             case LauncherOutcome():
                 return self._stopping or event
             case FirstNodeLost():  # nothing can regroup without the controller; ranks past the job's end may finish
                 return LauncherOutcome(1, event.sentence) if not (self._stopping or self._pool.is_finished) else None
             case signal.Signals():
+                self._tell_leaving(event.name, is_notice=True)
                 self._processes.forward_signal(event, self._pool.living_workers())
             case JobEndOverdue():
                 return self._handle_job_end_overdue(event)

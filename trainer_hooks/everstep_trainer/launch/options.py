@@ -124,8 +124,9 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Number of times that the job continues after an exception of the script."""
     join_wait_s: float = 30.0
     """Seconds that the first generation waits for the maximum number of nodes once the minimum is there."""
-    grace_s: float = 5.0
-    """Seconds between SIGTERM and SIGKILL when workers are stopped. torchrun waits 30 s."""
+    grace_s: float = 30.0
+    """Seconds that ranks have to end, and checkpoints to reach ``spill_to``, after a signal to the launcher. As long as
+    torchrun waits. Keep it below the scheduler's own time until SIGKILL."""
     exit_wait_s: float = 300.0
     """Seconds that workers may run after the job has finished. As long as torchrun's exit barrier."""
     die_with_parent: bool = False
@@ -200,6 +201,11 @@ class LaunchOptions(LaunchSettings, frozen=True, kw_only=True):
     @property
     def max_nodes(self) -> int:
         return self.node_range[1]
+
+    @property
+    def command_to_continue(self) -> str:
+        """What to run to continue the job, in words."""
+        return "the same command"
 
     @property
     def allows_bit_flips(self) -> bool:

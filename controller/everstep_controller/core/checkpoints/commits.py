@@ -158,6 +158,7 @@ def _commit(transition: Transition, job: JobRecord, version: Version, ballot: Ve
     """Commit ``version``: every rank keeps it, and its bytes are in as many places as the job asks for."""
     live = transition.state.job_runtime[job.job]
     live.commits.committed_version, live.commits.committed_at, live.commits.missed_copies = version, transition.now, {}
+    live.commits.committed_bytes = sum(ballot.bytes_by_rank.values())
     shares = {
         node: ShareLocations(tuple(sorted(ballot.full_copies[node])), tuple(sorted(ballot.partial_copies[node])))
         for node in job.seats

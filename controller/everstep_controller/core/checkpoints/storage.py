@@ -10,9 +10,10 @@ import msgspec
 
 from everstep.clock import Backoff
 from everstep.errors import StaleGeneration, Unavailable
-from everstep.ids import Version
+from everstep.ids import NodeId, Rank, Version
 from everstep.vocabulary import JobState
 from everstep.wire.v1.directives import SpillVersion
+from everstep.wire.v1.training import SpillPlan
 from everstep.wire.v1.vault_reports import VersionSpilled
 from everstep_controller.core.records import JobRecord, PendingSpill, StoredCheckpoint
 from everstep_controller.core.state import FleetState
@@ -26,22 +27,48 @@ MAX_RESTORE_URLS = 4
 
 def consider_spill(transition: Transition, job: JobRecord, version: Version, nbytes: int) -> None:
     """Order ``version``, which has just been committed, to be written if one is due and none is pending."""
-    plan, running = job.spec.spill, job.generation
-    if plan is None or running is None or job.spills.pending is not None or transition.now < job.spills.not_before:
+    plan = job.spec.spill
+    if plan is None or job.spills.pending is not None or transition.now < job.spills.not_before:
         return
-    if abs(version.step - job.spills.last_step) < plan.every_steps:
+    if abs(version.step - job.spills.last_step) >= plan.every_steps:
+        _order_spill(transition, job, plan, version, nbytes)
+
+
+def spill_newest(transition: Transition, job: JobRecord) -> None:
+    """Order the newest committed version to be written, since the job is about to stop; it need not be due."""
+    plan, commits = job.spec.spill, transition.state.job_runtime[job.job].commits
+    version = commits.committed_version
+    if plan is None or version is None or job.spills.pending is not None or transition.state.database_outage:
+        return
+    if all(one.version < version for one in job.spills.stored if not one.maybe_corrupt):
+        _order_spill(transition, job, plan, version, commits.committed_bytes)
+
+
+def _order_spill(transition: Transition, job: JobRecord, plan: SpillPlan, version: Version, nbytes: int) -> None:
+    writers = _ranks_by_node(job, version)
+    if not writers:
         return
     transition.state.job_runtime[job.job].vault_orders.spilled_nodes = set()
     job.spills.pending = PendingSpill(
         version=version,
         url=f"{plan.url.rstrip('/')}/{job.job}",
-        writers={node: tuple(member.rank for member in running.members_on(node)) for node in running.seats},
+        writers=writers,
         started_at=transition.now,
         bytes=nbytes,
         trace=transition.trace,
     )
     transition.mark_job_changed(job.job)
     _send_spill_order(transition, job, job.spills.pending)
+
+
+def _ranks_by_node(job: JobRecord, version: Version) -> dict[NodeId, tuple[Rank, ...]]:
+    """Return the ranks that stored the version, by node: each node has consecutive ranks, in the order of seats."""
+    for spec in (job.generation, job.outgoing_generation):
+        if spec is not None and spec.number == version.generation:
+            return {node: tuple(member.rank for member in spec.members_on(node)) for node in spec.seats}
+    count = job.spec.nproc_per_node
+    nodes = job.commits.shares_of(version.generation)
+    return {node: tuple(range(seat * count, (seat + 1) * count)) for seat, node in enumerate(nodes)}
 
 
 def _send_spill_order(transition: Transition, job: JobRecord, spilling: PendingSpill) -> None:
@@ -69,7 +96,7 @@ def _send_spill_order(transition: Transition, job: JobRecord, spilling: PendingS
 def check_spill(transition: Transition, job: JobRecord) -> None:
     """At a deadline, repeat the order to nodes that have not answered; give up if a share is lost."""
     spilling = job.spills.pending
-    if spilling is None or not job.is_running or transition.state.database_outage:
+    if spilling is None or job.is_ended or transition.state.database_outage:
         return
     reconsider_spill(transition, job)
     due = transition.state.job_runtime[job.job].vault_orders.spill_due
@@ -206,6 +233,8 @@ def _complete(transition: Transition, job: JobRecord, spilling: PendingSpill, re
         data={"version": str(stored.version), "url": stored.url, "removed": ", ".join(report.removed)},
     )
     transition.mark_job_changed(job.job)
+    if job.status.state is JobState.PAUSED:
+        spill_newest(transition, job)
 
 
 def end_spills(transition: Transition, job: JobRecord) -> None:

@@ -11,7 +11,14 @@ from everstep.ids import Version
 from everstep.vocabulary import Finding, FindingKind, Severity
 from everstep.wire.v1.directives import NewGeneration, StopJob, VersionNotice
 from everstep.wire.v1.local import ConnectionRole, Goodbye, LauncherLost, RankHeartbeat, WrongProduct
-from everstep.wire.v1.training import CollectiveFailed, FindingRaised, LauncherJoined, LauncherLeft, RankLost
+from everstep.wire.v1.training import (
+    CollectiveFailed,
+    FindingRaised,
+    LauncherJoined,
+    LauncherLeaving,
+    LauncherLeft,
+    RankLost,
+)
 from tests.support.local_node import Node, exited, generation
 
 # --- generations on their way -----------------------------------------------------------------------------------------
@@ -319,3 +326,19 @@ def test_stopped_job_without_processes_is_forgotten(node: Node) -> None:
     node.regroup(9)
     node.push(StopJob(job="j", ok=True, reason="done"))
     assert node.rank(0).generations == []
+
+
+def test_launcher_that_leaves_is_reported_to_the_controller(node: Node) -> None:
+    launcher = node.launcher()
+    leaving = LauncherLeaving(job="j", at=0.0, launcher=5, cause="SIGTERM", grace_s=30.0)
+    node.jobs.handle_message(launcher, leaving)
+    assert node.of(LauncherLeaving) == [leaving]
+
+
+def test_stop_of_an_interrupted_job_keeps_its_slots(node: Node) -> None:
+    launcher, rank = node.launcher(), node.rank(0)
+    node.regroup(1)
+    stop = StopJob(job="j", ok=True, reason="n1 received SIGTERM", keeps_checkpoints=True)
+    node.push(stop)
+    assert (launcher.got(StopJob), rank.got(StopJob)) == ([stop], [stop])
+    assert node.forgotten == []
