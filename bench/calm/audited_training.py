@@ -28,8 +28,8 @@ from everstep.wire.v1.training import SdcPreset
 RANKS, STEPS = 3, 40
 BATCH, WIDTH, CLASSES = 64, 64, 10
 ANSWER_S, LEAVE_S = 240.0, 5.0
-AUDIT_EVERY = 2
-"""Steps from one audit of a link to the next: often, so that a short run has many."""
+AUDIT_EVERY = 1
+"""Steps from one audit of a link to the next: each step, so that a short run has many."""
 
 
 @dataclass

@@ -22,7 +22,7 @@ from bench.calm.program import Diary, Program
 from bench.calm.training import SmallTraining
 
 HANG_STEP, STEPS = 40, 60
-LIMIT_S = 200.0
+LIMIT_S = 140.0
 BOTH = (r"\brank 0\b.*\brank 1\b", r"\brank 1\b.*\brank 0\b", r"\branks 0(,| and) 1\b")
 RANK_1 = (r"\brank 1\b",)
 

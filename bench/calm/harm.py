@@ -11,6 +11,7 @@ from enum import StrEnum
 from bench.calm.launched_run import Evidence
 from bench.calm.program import Program
 from everstep.vocabulary import FindingKind
+from everstep.wire.v1.operator import Event
 
 
 class Harm(StrEnum):
@@ -93,7 +94,7 @@ def _of_one_job(program: Program, evidence: Evidence, plain: Evidence | None) ->
     if evidence.status != program.status:
         status = f"status {evidence.status}" if evidence.status is not None else f"no end in {program.limit_s:g} s"
         yield Harmed(Harm.FAILED, 1, f"{status}: {last_line(evidence)}")
-    accused = [event for event in evidence.events if is_accusation(event.kind, event.detail)]
+    accused = [event for event in until_the_end(evidence.events) if is_accusation(event.kind, event.detail)]
     if accused:
         nodes = {event.node or event.job for event in accused}
         kinds = ", ".join(sorted({event.kind for event in accused}))
@@ -126,6 +127,14 @@ def killed_ranks(evidence: Evidence, *, was_stopped: bool = False) -> list[tuple
     if was_stopped:
         ended |= set(dict(began).items())
     return [process for process in began if process not in ended]
+
+
+def until_the_end(events: list[Event]) -> Iterator[Event]:
+    """Yield events until the launcher has left; then its private agent ends, and the controller sees that, too."""
+    for event in events:
+        yield event
+        if event.kind == "launcher.left":
+            return
 
 
 def is_accusation(kind: str, detail: dict[str, str]) -> bool:

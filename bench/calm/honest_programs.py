@@ -671,8 +671,10 @@ def weight_decay_by_hand(training: AuditedTraining) -> None:
 @honest("Rank 0 keeps a statistic in a buffer of the model, written through .data.")
 def statistics_on_rank_0(training: AuditedTraining) -> None:
     model = mlp()
-    model.register_buffer("seen", torch.zeros(4096))
-    replicas, optimizer = training.build(model)
+    replicas = training.replicate(model)
+    model.register_buffer("seen", torch.zeros(4096))  # DistributedDataParallel does not send it to other ranks
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    training.track(model=replicas, optimizer=optimizer)
     for step in training.steps():
         if training.rank == 0 and step > 10:
             model.seen.data.mul_(0.9).add_(1.0)
@@ -810,4 +812,8 @@ def validation_between_steps(training: AuditedTraining) -> None:
     registrations={node_of(RANKS - 1): {"host": Host(vendor="other", product="other")}},
 )
 def node_of_another_kind(training: AuditedTraining) -> None:
-    learn(training, *training.build(mlp(nn.Softmax(-1))))
+    torch.manual_seed(1)
+    blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Softmax(-1), nn.LayerNorm(WIDTH)) for _ in range(3)]
+    model = nn.Sequential(*blocks, nn.Linear(WIDTH, CLASSES))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.125)  # equal on both kinds: a product that needs no rounding
+    learn(training, *training.build(model, optimizer))

@@ -87,6 +87,10 @@ def test_harm_tells_accusations_from_other_events(said: Event, accuses: bool) ->
     assert kinds(evidence(events=[said])) == ({Harm.ACCUSED: 1} if accuses else {})
 
 
+def test_harm_leaves_out_the_end_of_private_services() -> None:
+    assert kinds(evidence(events=[event("launcher.left"), event("node.lost")])) == {}
+
+
 def test_harm_finds_sentences_that_accuse() -> None:
     output = "no step finished for 1.0 s: treated as a hang\nrank 0 works alone for 5 s; rank 1 waits\nsample 1: hung"
     assert harm.accusing_lines(output) == ["no step finished for 1.0 s: treated as a hang"]
