@@ -20,6 +20,7 @@ from everstep_trainer.parallel.replicas import RankContext
 from everstep_trainer.run import Run
 from everstep_trainer.runtime.generation_session import TrainingSession
 from everstep_trainer.sdc.audit import Mismatch
+from everstep_trainer.sdc.compute_kind import compute_kind
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -38,11 +39,13 @@ class Record:
 
     Attributes:
         statements: By step, each rank's statements.
+        kinds: What each rank computes with.
         steps: The last step that all ranks finished.
         failure: The traceback of the rank that ended the run; empty if none did.
     """
 
     statements: dict[int, list[tuple[int, Mismatch]]] = field(default_factory=dict)
+    kinds: list[str] = field(default_factory=list)
     steps: int = 0
     failure: str = ""
 
@@ -169,8 +172,9 @@ def _rank(pipe: Connection, folder: str, rank: int, name: str, preset: SdcPreset
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
-    record, failure = Record(), ""
+    record, failure = Record(kinds=[""] * RANKS), ""
     try:
+        dist.all_gather_object(record.kinds, compute_kind(torch.device("cpu")))
         context = RankContext(rank=rank, world_size=RANKS, mesh=lambda: init_device_mesh("cpu", (RANKS,)))
         run = Run(context, RecordingSession(record))
         program.train(AuditedTraining(run, preset))

@@ -21,7 +21,7 @@ class HonestRows:
         """Train one program under audits, and return its row."""
         record = train(program.name, PRESET)
         said = sum(map(len, record.statements.values()))
-        sentence = judge(record, program.registrations)
+        sentence = judge(record)
         if record.failure:
             last = record.failure.strip().splitlines()[-1]
             sentence = Sentence(sentence.strikes, sentence.evictions, True, sentence.regroups, f"the run ended: {last}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,14 +36,9 @@ class Sentence:
     words: str
 
 
-def judge(record: Record, registrations: Mapping[str, Mapping[str, Any]]) -> Sentence:
-    """Return what the controller does about a run.
-
-    Args:
-        record: What the ranks stated.
-        registrations: Fields of a node's registration, by node, where it is of another kind than the others.
-    """
-    court = _Court(registrations)
+def judge(record: Record) -> Sentence:
+    """Return what the controller does about a run."""
+    court = _Court(record.kinds)
     for statements in record.statements.values():
         court.hear(statements)
     return court.sentence()
@@ -52,7 +47,8 @@ def judge(record: Record, registrations: Mapping[str, Mapping[str, Any]]) -> Sen
 class _Court:
     """The controller's core with a clock of its own."""
 
-    def __init__(self, registrations: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, kinds: Sequence[str]) -> None:
+        self._kinds = kinds
         policy = msgspec.structs.replace(CorePolicy(), lost_after_s=1e6)
         self._state, self._now, self._number = restore_state(with_rules(policy)), START, 0
         self._nodes = [node_of(rank) for rank in range(RANKS)]
@@ -62,12 +58,7 @@ class _Court:
         self._feed(ControllerStarted())
         for node in self._nodes:
             register = Register(
-                protocols=(1,),
-                node=node,
-                incarnation=1,
-                agent_version="1",
-                vault=f"{node}:7000",
-                **registrations.get(node, {}),
+                protocols=(1,), node=node, incarnation=1, agent_version="1", vault=f"{node}:7000", boot_id="boot"
             )
             self._feed(AgentRegistered(register=register, trace="t"))
             apply_heartbeat(self._state, node, 1, self._now, ())
@@ -83,6 +74,7 @@ class _Court:
             if spec is None or node_of(rank) not in {member.node for member in spec.roster}:
                 continue  # the node is out
             fields = msgspec.structs.asdict(mismatch)
+            fields |= {"kind": self._kinds[rank] if self._kinds else ""}
             words = AuditStatement(job=JOB, at=self._now, generation=spec.number, rank=rank, **fields)
             self._report(node_of(rank), words)
         self._pass(SETTLE_S)

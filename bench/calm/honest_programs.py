@@ -13,8 +13,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
-from bench.calm.audited_training import BATCH, CLASSES, RANKS, WIDTH, AuditedTraining, mlp, node_of
-from everstep.wire.v1.agent import Host
+from bench.calm.audited_training import BATCH, CLASSES, WIDTH, AuditedTraining, mlp
 
 Train = Callable[[AuditedTraining], None]
 
@@ -28,14 +27,12 @@ class Honest:
         sentence: What it does.
         train: The training function.
         environment_of_last_rank: Variables of the last rank's process.
-        registrations: Fields of a node's registration with the controller, by node.
     """
 
     name: str
     sentence: str
     train: Train
     environment_of_last_rank: Mapping[str, str] = field(default_factory=dict)
-    registrations: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 HONEST: dict[str, Honest] = {}
@@ -809,7 +806,6 @@ def validation_between_steps(training: AuditedTraining) -> None:
 @honest(
     "One node's processor rounds in another way, as another kind of processor does.",
     environment_of_last_rank={"ATEN_CPU_CAPABILITY": "default"},
-    registrations={node_of(RANKS - 1): {"host": Host(vendor="other", product="other")}},
 )
 def node_of_another_kind(training: AuditedTraining) -> None:
     torch.manual_seed(1)

@@ -24,14 +24,14 @@ def contradiction(rank: int, step: int) -> Mismatch:
 
 def test_judge_strikes_and_evicts_a_rank_that_contradicts_itself() -> None:
     record = Record({step: [(1, contradiction(1, step))] for step in (4, 8)}, steps=8)
-    sentence = judge(record, {})
+    sentence = judge(record)
     assert sentence.strikes >= 1
     assert sentence.evictions == 1
     assert "rank 1" in sentence.words
 
 
 def test_judge_does_nothing_without_statements() -> None:
-    sentence = judge(Record(steps=8), {})
+    sentence = judge(Record(steps=8))
     assert (sentence.strikes, sentence.evictions, sentence.failed, sentence.regroups) == (0, 0, False, 0)
 
 
