@@ -169,6 +169,23 @@ class JobState(StrEnum):
     FAILED = "failed"
 
 
+class RankActivity(StrEnum):
+    """What a rank without progress does."""
+
+    MOVING = "moving"
+    """It has made progress again."""
+    COLLECTIVE = "collective"
+    """Its main thread waits for other ranks in a collective."""
+    WORKING = "working"
+    """It uses a processor, does I/O, has children that do, is debugged, or is in a declared section."""
+    STILL = "still"
+    """It is in no collective, and nothing of it moves."""
+    BUSY_LOOP = "busy_loop"
+    """It runs one loop without a call, in which no variable changes."""
+    STOPPED = "stopped"
+    """Its process is stopped by a signal, or ends."""
+
+
 class GenerationReason(StrEnum):
     """Why a generation replaced the one before it."""
 

@@ -99,8 +99,8 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     stopped_after_s: float = 0.5
     """Seconds without a tick after which a rank is reported if the kernel shows its process as stopped."""
     unresponsive_after_s: float = 1.0
-    """Seconds without a tick after which any rank is reported. Python's global lock can be held for shorter times in
-    normal operation."""
+    """Seconds without a tick after which any rank is reported, with what its process does. One that works, as in a long
+    call that holds Python's global lock, is not replaced."""
     exit_grace_s: float = 0.003
     """Seconds that the report of a lost rank waits for the exit status from its launcher."""
     report_batch_window_s: float = 0.02

@@ -25,7 +25,7 @@ from everstep_controller.runtime.clock import SteadyTime
 
 from everstep.clock import ManualClock
 from everstep.ids import Version
-from everstep.vocabulary import Action, AuditLink, Finding, FindingKind, Severity
+from everstep.vocabulary import Action, AuditLink, Finding, FindingKind, RankActivity, Severity
 from everstep.wire.v1.agent import Domain, Gpu
 from everstep.wire.v1.training import ProbeFinished
 from tests.support.core_fleet import CoreFleet
@@ -217,8 +217,20 @@ def _train(fleet: CoreFleet, words: Words, options: Options) -> None:
 
 
 def _stall(fleet: CoreFleet, words: Words, options: Options) -> None:
-    for rank in words:
-        fleet.stall(int(rank), int(options.get("step", "5")), int(options.get("collectives", "10")))
+    """``stall 0 1 still at=train.py:16``: ranks that stand still; without a state they wait in a collective."""
+    *ranks, state = words if not words[-1].isdigit() else (*words, RankActivity.COLLECTIVE)
+    activity = RankActivity(state)
+    for rank in ranks:
+        fleet.stall(
+            int(rank),
+            int(options.get("step", "5")),
+            int(options.get("collectives", "10")),
+            activity=activity,
+            place=options.get("at", "train.py:17"),
+            operation=options.get("in", "all_reduce") if activity is RankActivity.COLLECTIVE else "",
+            doing="computes" if activity is RankActivity.WORKING else "",
+            waits_for_all=activity is RankActivity.COLLECTIVE,
+        )
 
 
 # --- people ------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from everstep_agent.uplink.heartbeat import NodeDescription
 
+from everstep.process_activity import ProcessSample
 from everstep.vocabulary import Finding, ProbeKind
 from everstep.wire.framing import SUPPORTED_VERSIONS
 from everstep.wire.v1.agent import Domain, Gpu
@@ -335,3 +336,6 @@ class Launcher:
 
     def process_state(self) -> str:
         return "S"
+
+    def sample(self, at: float) -> ProcessSample | None:
+        return ProcessSample(at=at, state="S") if self.alive else None

@@ -10,9 +10,12 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from everstep_trainer.config import HookSettings
+from everstep_trainer.runtime.activity import MainThreadState
 from everstep_trainer.runtime.directives import DirectiveListener, GenerationMembership, ReceivedDirectives
 
 from everstep.ids import Version
+from everstep.process_activity import ProcessSample
+from everstep.vocabulary import RankActivity
 from everstep.wire.framing import SUPPORTED_VERSIONS
 from everstep.wire.v1.directives import StopJob, VersionNotice
 from everstep.wire.v1.local import ConnectionRole, Goodbye, Hello
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 TICK_S = 1.0
 LOCAL_S = 0.0005
 """Of a frame between two processes of one machine."""
-SETTINGS = HookSettings(max_stack_bytes=64, first_step_allowance_s=20.0)
+SETTINGS = HookSettings(max_stack_bytes=64, first_step_allowance_s=20.0, stall_report_s=4.0)
 
 
 class Progress:
@@ -53,6 +56,18 @@ class Progress:
         self.finished_step, self.median_step_s, self.median_busy_s = step, step_s, busy_s
         self.finished_steps_here += 1
         self.collective_count += 1
+
+
+class CollectiveObserver:
+    """What the main thread does, which is always inside a step's collective."""
+
+    longest_still_s = 0.0
+
+    def observe(self) -> MainThreadState:
+        return MainThreadState(activity=RankActivity.COLLECTIVE, operation="all_reduce", waits_for_all=True)
+
+    def reset(self) -> None:
+        return
 
 
 class RankProcess:
@@ -86,6 +101,7 @@ class RankProcess:
             self.tell,
             SETTINGS,
             self.machine.clock,
+            CollectiveObserver(),
         )
         self.group: Collective | None = None
         self.state: TrainingState | None = None
@@ -162,6 +178,9 @@ class RankProcess:
 
     def process_state(self) -> str:
         return "T" if self.stopped else "S"
+
+    def sample(self, at: float) -> ProcessSample | None:
+        return ProcessSample(at=at, state=self.process_state()) if self.alive else None
 
     # --- the link ----------------------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from everstep_controller.core.state import FleetState
 from everstep_controller.rulebook import with_rules
 
 from everstep.ids import Version
-from everstep.vocabulary import AuditLink, AuditRole, Finding, JobState, NodeState
+from everstep.vocabulary import AuditLink, AuditRole, Finding, JobState, NodeState, RankActivity
 from everstep.wire.v1.agent import Domain, Gpu, Register
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.training import (
@@ -459,8 +459,16 @@ class CoreFleet:
         return self.report(spec.roster[rank].node, words)
 
     def stall(
-        self, rank: int, step: int = 5, collectives: int = 10, job: str = "job", stalled_s: float = 1.0, begun: int = 0
+        self,
+        rank: int,
+        step: int = 5,
+        collectives: int = 10,
+        job: str = "job",
+        stalled_s: float = 1.0,
+        begun: int = 0,
+        **state: Any,
     ) -> list[Effect]:
+        """A rank reports that it makes no progress; ``state`` has further fields of the report."""
         spec = self.running(job)
         words = RankStalled(
             job=job,
@@ -473,10 +481,13 @@ class CoreFleet:
             threshold_s=1.0,
             stacks="Thread main: all_reduce",
             begun=begun,
+            **state,
         )
         return self.report(spec.roster[rank].node, words)
 
-    def unresponsive(self, rank: int, job: str = "job", generation: int | None = None) -> list[Effect]:
+    def unresponsive(
+        self, rank: int, job: str = "job", generation: int | None = None, activity: RankActivity | None = None
+    ) -> list[Effect]:
         spec = self.running(job)
         member = spec.roster[rank]
         words = RankUnresponsive(
@@ -486,7 +497,8 @@ class CoreFleet:
             rank=rank,
             local_rank=member.local_rank,
             unresponsive_s=1.0,
-            process_state="T (stopped)",
+            process_state="T (stopped)" if activity in (None, RankActivity.STOPPED) else "R",
+            activity=activity,
         )
         return self.report(member.node, words)
 
@@ -503,12 +515,18 @@ class CoreFleet:
         )
         return self.report(spec.roster[rank].node, words)
 
-    def finish(self, *ranks: int, job: str = "job", begun: int | None = None) -> None:
+    def finish(self, *ranks: int, job: str = "job", begun: int | None = None, collectives: int | None = None) -> None:
         spec = self.running(job)
         for member in spec.roster:
             if not ranks or member.rank in ranks:
                 words = RankFinished(
-                    job=job, at=self.now, generation=spec.number, rank=member.rank, step=9, started_step=begun
+                    job=job,
+                    at=self.now,
+                    generation=spec.number,
+                    rank=member.rank,
+                    step=9,
+                    started_step=begun,
+                    collectives=collectives,
                 )
                 self.report(member.node, words)
 

@@ -10,6 +10,7 @@ from everstep_agent.jobs.local_processes import LocalJob
 from everstep_agent.jobs.registry import JobRegistry
 
 from everstep.clock import ManualClock
+from everstep.process_activity import ProcessSample
 from everstep.vocabulary import GenerationReason
 from everstep.wire.v1.directives import KillRank, NewGeneration
 from everstep.wire.v1.local import ConnectionRole, Hello, RankExited, RankHeartbeat, WrongProduct
@@ -50,6 +51,7 @@ class FakePeer:
         self.killed = False
         self.closed = False
         self.state = "S"
+        self.cpu_share = 0.0
 
     def send(self, message: Any) -> None:
         self.sent.append(message)
@@ -62,6 +64,9 @@ class FakePeer:
 
     def process_state(self) -> str:
         return self.state
+
+    def sample(self, at: float) -> ProcessSample | None:
+        return ProcessSample(at=at, state=self.state, cpu_s=self.cpu_share * at) if self.state else None
 
     def got(self, kind: type[T]) -> list[T]:
         return [m for m in self.sent if isinstance(m, kind)]

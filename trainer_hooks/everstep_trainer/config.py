@@ -53,18 +53,27 @@ class HookSettings(msgspec.Struct, frozen=True, kw_only=True):
     agent_connect_timeout_s: float = 60.0
     """Seconds that a rank tries to reach its agent at start."""
 
+    stall_report_s: float = 1.0
+    """Seconds without progress after which a rank tells the controller what it does; twice the median step if that is
+    longer. Nothing is decided by the report alone."""
+
     min_hang_threshold_s: float = 1.0
-    """Smallest threshold of the watchdog unless the job sets one; below it, a busy machine looks like a hang."""
+    """Smallest threshold of the watchdog unless the job sets one. The controller waits for a minute in any case
+    (``hang_floor_s`` of the policy)."""
 
     hang_factor: float = 20.0
-    """The watchdog's threshold as a multiple of the rank's own median step. Larger: hangs are found later. Smaller: an
-    evaluation or a checkpoint inside a step counts as a hang, but only once, since the watchdog learns its duration."""
+    """Seconds of standing still from which a rank counts as hung, as a multiple of its own median step. A rank that
+    works does not count as hung. Larger: hangs are found later."""
 
     hang_warmup_steps: int = 3
     """Steps of a generation before the watchdog uses its median."""
 
     first_step_allowance_s: float = 120.0
     """The watchdog's threshold during these first steps, which include building, restoring and compiling."""
+
+    busy_loop_s: float = 5.0
+    """Seconds for which the main thread repeats one loop without a call, in which no variable changes, until that
+    counts as a busy loop. Smaller: waits for another thread that takes long look like it."""
 
     step_window: int = 20
     """Number of steps in the median: long enough to ride out one slow step, short enough to follow a change."""

@@ -30,6 +30,8 @@ from typing import Protocol
 import msgspec
 
 from everstep.clock import Clock
+from everstep.process_activity import ActivityWindow, ProcessSample
+from everstep.vocabulary import RankActivity
 from everstep.wire.v1.directives import StopJob
 from everstep.wire.v1.local import FromAgent, RankExited, RankHeartbeat
 from everstep.wire.v1.training import AnyReport, GenerationSpec, LauncherJoined, RankLost, RankUnresponsive
@@ -40,6 +42,14 @@ MAX_ENDED_PROCESSES = 256
 """Number of ended processes remembered per job, so that a late exit report is not taken for another loss."""
 
 
+WINDOW_MIN_S, WINDOW_MAX_S = 0.5, 2.0
+"""Seconds over which a silent process is judged: at least, and at most."""
+
+
+def _new_window() -> ActivityWindow:
+    return ActivityWindow(min_s=WINDOW_MIN_S, max_s=WINDOW_MAX_S)
+
+
 class LocalConnection(Protocol):
     """A connected process. Compared by identity."""
 
@@ -48,6 +58,9 @@ class LocalConnection(Protocol):
     def close(self) -> None: ...
     def process_state(self) -> str:
         """Return the kernel's state letter for the process (R, S, D, T, ...), or "" if it is gone."""
+
+    def sample(self, at: float) -> ProcessSample | None:
+        """Return what the kernel says of the process at the monotonic time ``at``; None if it is gone."""
 
     def __hash__(self) -> int: ...
 
@@ -95,7 +108,9 @@ class ConnectedRank:
     has_said_goodbye: bool = False
     finished_generation: int | None = None  # in which its training function returned
     kill_reason: str = ""
-    silence_reported_generation: int | None = None  # in which its present silence was reported
+    silence_reported: tuple[int, RankActivity] | None = None  # generation and activity of the last report of a silence
+    silence_window: ActivityWindow = field(default_factory=_new_window)
+    sampled_at: float = 0.0
 
     def record_tick(self, tick: RankHeartbeat) -> None:
         """Record a sign of life; for a restarted agent the tick also says which rank this is."""
@@ -357,18 +372,21 @@ def describe_exit(exited: RankExited) -> str:
 
 # Silence of ranks.
 #
-# A rank's signal thread ticks ten times a second. Silence has three causes: the process was stopped (SIGSTOP, a cgroup
-# freezer), its thread does not get Python's lock (a long call in C that holds it, which ends by itself), or the whole
-# machine is starved, this agent included. The kernel's state letter shows the first, which is reported soon. The second
-# is given longer. The lateness of our own check reveals the third, which does not count as the rank's silence.
+# A rank's signal thread ticks several times a second. Silence has four causes. The process was stopped (SIGSTOP, a
+# cgroup freezer): the kernel's state letter shows it, and it is reported soon. Its thread does not get Python's lock (a
+# long call in C that holds it), or the process gets no processor: then it works by the kernel's counters, and the
+# controller leaves it alone. It stands still: the controller judges it by what the other ranks do. Or the whole machine
+# is starved, this agent included: the lateness of our own check does not count as the rank's silence.
 
 STOPPED_STATE = "T"
-"""Stopped by a signal. A tracer's stop ("t") is short when a profiler samples, and counts as plain silence."""
+"""Stopped by a signal. A tracer's stop ("t") is short when a profiler samples, and long for a person who debugs."""
+SAMPLE_S = 0.2
+"""Seconds between two samples of a silent process."""
 
 
 @dataclass(eq=False)
 class SilenceMonitor:
-    """Check the ranks of one node; report each silence once per generation."""
+    """Check the ranks of one node; report each silence, each change of its kind, and its end."""
 
     _clock: Clock
     _callbacks: LossCallbacks
@@ -383,21 +401,50 @@ class SilenceMonitor:
             process.last_seen_at = min(now, process.last_seen_at + loop_lag_s)
             silent_s = now - process.last_seen_at
             if silent_s >= self._stopped_after_s and self._is_watched(process):
-                state = process.connection.process_state()
-                if state == STOPPED_STATE or silent_s >= self._unresponsive_after_s:
-                    self._report(process, silent_s, state)
+                self._judge(process, silent_s, now)
+
+    def _judge(self, process: ConnectedRank, silent_s: float, now: float) -> None:
+        state = process.connection.process_state()
+        if state == STOPPED_STATE:
+            self._report(process, silent_s, RankActivity.STOPPED, state, "its process is stopped")
+            return
+        if now - process.sampled_at < SAMPLE_S:
+            return
+        process.sampled_at = now
+        if (sample := process.connection.sample(now)) is None:
+            return  # its connection ends soon
+        process.silence_window.add(sample)
+        if silent_s < self._unresponsive_after_s or not process.silence_window.is_filled:
+            return
+        if work := process.silence_window.work():
+            doing = f"{work}, and its reports get no turn"
+            self._report(process, silent_s, RankActivity.WORKING, state, doing)
+        else:
+            self._report(process, silent_s, RankActivity.STILL, state, "uses no processor and does no I/O")
+
+    def end(self, process: ConnectedRank) -> None:
+        """Handle a message of a rank: a reported silence is over."""
+        silent_s, process.last_seen_at = self._clock.monotonic() - process.last_seen_at, self._clock.monotonic()
+        process.silence_window.clear()
+        if process.silence_reported is None:
+            return
+        generation, activity = process.silence_reported
+        if activity is not RankActivity.STOPPED and generation == process.generation:
+            self._report(process, silent_s, RankActivity.MOVING, "", "")
+        process.silence_reported = None
 
     def _is_watched(self, process: ConnectedRank) -> bool:
-        """Return whether the rank is a member that has ticked, is expected to tick, and was not reported yet."""
-        is_new = process.rank is not None and process.silence_reported_generation != process.generation
+        """Return whether the rank is a member that has ticked and is expected to tick."""
         is_over = process.kill_reason or process.is_done or process.job.stop_directive is not None
-        return process.last_tick is not None and is_new and not is_over
+        return process.last_tick is not None and process.rank is not None and not is_over
 
-    def _report(self, process: ConnectedRank, silent_s: float, state: str) -> None:
+    def _report(self, process: ConnectedRank, silent_s: float, activity: RankActivity, state: str, doing: str) -> None:
         assert process.generation is not None
         assert process.rank is not None
-        process.silence_reported_generation = process.generation
-        self._event_counts["ranks_unresponsive"] += 1
+        if process.silence_reported == (process.generation, activity):
+            return
+        process.silence_reported = (process.generation, activity)
+        self._event_counts["ranks_unresponsive"] += activity is not RankActivity.MOVING
         self._callbacks.report(
             RankUnresponsive(
                 job=process.job.name,
@@ -408,5 +455,7 @@ class SilenceMonitor:
                 local_rank=process.local_rank,
                 unresponsive_s=round(silent_s, 3),
                 process_state=state,
+                activity=activity,
+                doing=doing,
             )
         )

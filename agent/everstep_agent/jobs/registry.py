@@ -198,8 +198,7 @@ class JobRegistry:
         """Handle a frame after the Hello. Raises MalformedMessage if the sender may not send this message."""
         rank = self._ranks.get(connection)
         if rank is not None:
-            rank.last_seen_at = self._clock.monotonic()
-            rank.silence_reported_generation = None
+            self.silence_monitor.end(rank)
             self._handle_rank_message(rank, message)
         elif connection in self._launchers:
             self._handle_launcher_message(self._launchers[connection], message)

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 
 from everstep.errors import EverstepError, MalformedMessage, PermissionDenied
+from everstep.process_activity import ProcessSample, sample_process
 from everstep.wire.framing import FrameDecoder, encode_frame, negotiate
 from everstep.wire.v1.directives import KillRank
 from everstep.wire.v1.local import MAX_FRAME_BYTES, FromAgent, Goodbye, Hello, ToAgent, Welcome
@@ -176,6 +177,9 @@ class _Connection(asyncio.Protocol):
         except OSError:
             return ""
         return stat.rpartition(b")")[2].split()[0].decode()
+
+    def sample(self, at: float) -> ProcessSample | None:
+        return sample_process(self._pid, at)
 
     def close_silently(self) -> None:
         """Close without telling the jobs, because the agent ends and not the process."""

@@ -261,9 +261,22 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     collective_settle_max_s: float = 5.0
     """Maximum of that wait, which doubles with each regroup inside ``job_failure_window_s`` that names no culprit."""
     stall_settle_s: float = 0.05
-    """Seconds to wait after the first stalled rank for the other ranks' reports, so that the right rank is named."""
+    """Seconds from the report of a rank without progress to the decision, so that reports are judged together."""
     stall_settle_max_s: float = 0.5
-    """Maximum of that wait while more than one rank has not reported."""
+    """Maximum of that wait, which grows with the number of ranks."""
+    stall_notice_s: float = 5.0
+    """Seconds without progress after which the rank for which the others wait is named. Nothing is done to it."""
+    hang_floor_s: float = 60.0
+    """Minimum seconds for which a rank stands still before it counts as hung, unless the job sets a threshold. Smaller
+    finds hangs sooner, and takes a wait for a slow server for one."""
+    call_notice_s: float = 60.0
+    """Seconds in one call that uses a processor after which the rank is named: the call may never end."""
+    returned_floor_s: float = 5.0
+    """Seconds for which all other ranks wait in a collective that a rank which has returned never enters, before the
+    job ends."""
+    hang_kills_per_place: int = 2
+    """Number of times that hung ranks are replaced at one place of the script. A place that hangs again does so because
+    of the script, and a person must decide."""
     resume_deadline_s: float = 300.0
     """Seconds for all ranks of a generation to finish its first step, including restore and compilation."""
     resume_deadline_max_s: float = 3600.0

@@ -543,6 +543,8 @@ class RunProgress(msgspec.Struct, kw_only=True):
     """Ranks of the running generation whose training function returned."""
     last_begun: int | None = None
     """Last step that the finished ranks began; None if unknown."""
+    returned_collectives: dict[Rank, int] = {}
+    """Number of collectives that each finished rank had entered, where known."""
     ended_step: int = 0
     """Last step of a job that has ended."""
 
@@ -562,6 +564,12 @@ class JobFailures(msgspec.Struct, kw_only=True):
     computed again once: a second time the data is the likely cause. The newest ``MAX_RECOMPUTED_STEPS``."""
     searched_steps: dict[int, GenerationNumber] = {}
     """As ``recomputed_steps``, for steps from which on ranks look for the first one whose results stand out."""
+    hang_kills: dict[str, int] = {}
+    """Number of hung ranks that were replaced, by the place at which they hung."""
+    longest_pause_s: float = 0.0
+    """Longest time for which a rank stood still and went on by itself."""
+    hung_collective_step: int | None = None
+    """Last finished step of the last regroup because all ranks waited in collectives."""
 
 
 MAX_KIND_PAIRS = 16

@@ -12,10 +12,11 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from everstep.ids import GenerationNumber, JobId, NodeId, Rank, TraceId, Version
-from everstep.vocabulary import AuditLink, Finding, GenerationReason, ProbeKind
+from everstep.vocabulary import AuditLink, Finding, GenerationReason, ProbeKind, RankActivity
 from everstep.wire.v1.training import AuditStatement, GenerationSpec, RankProgress
 from everstep_controller.core.policy import BlameIsolationMethod, CorePolicy
 from everstep_controller.core.records import FleetRecord, JobRecord, NodeRecord
+from everstep_controller.core.wording import format_duration
 
 
 class ScopeKind(StrEnum):
@@ -236,6 +237,50 @@ class ResumeRuntime(msgspec.Struct):
     """The first two steps at which each rank of an inherited generation was seen."""
 
 
+class StalledRank(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank without progress last said of itself, or its agent of it. Fields are as in ``RankStalled``."""
+
+    step: int
+    collectives: int
+    since: float
+    """Time of its last progress."""
+    threshold_s: float
+    activity: RankActivity | None = None
+    activity_since: float = 0.0
+    doing: str = ""
+    place: str = ""
+    place_since: float = 0.0
+    """Time since which its main thread has been at one instruction."""
+    operation: str = ""
+    section: str = ""
+    limit_s: float | None = None
+    waits_for_all: bool = False
+    transfers: bool = False
+    may_wait: bool = False
+    stacks: str = ""
+    """Its stacks, if it may be the rank that the others wait for, or is one of the first that wait."""
+
+    @property
+    def position(self) -> tuple[int, int]:
+        """Step and number of collectives; the rank with the smallest is the one for which others wait."""
+        return self.step, self.collectives
+
+
+class StallNotice(msgspec.Struct, frozen=True, kw_only=True):
+    """A sentence about ranks without progress."""
+
+    key: str
+    """A stall says each key once."""
+    since: float
+    text: str
+    """The sentence, with ``{time}`` for the time since ``since``."""
+    ranks: tuple[Rank, ...] = ()
+    """The ranks that the sentence is about."""
+
+    def sentence(self, now: float) -> str:
+        return self.text.replace("{time}", format_duration(now - self.since))
+
+
 class RegroupRuntime(msgspec.Struct):
     """Reasons for, and deadlines of, the next regroup."""
 
@@ -243,8 +288,14 @@ class RegroupRuntime(msgspec.Struct):
     """A regroup that waits for more reports."""
     failed_collective_ranks: set[Rank] = set()
     """Ranks whose collective failed."""
-    stalled_ranks: dict[Rank, tuple[int, int]] = {}
-    """Step and number of collectives at which each stalled rank stands."""
+    stalled_ranks: dict[Rank, StalledRank] = {}
+    """Ranks that make no progress."""
+    stall_check_due: float = 0.0
+    """Time at which they are judged after the last report; 0.0 if they were."""
+    said_of_stall: dict[str, None] = {}
+    """Keys of the notices of the present stall."""
+    stall_notice: StallNotice | None = None
+    """The last of them."""
     unattributed_times: list[float] = []
     """Times of regroups that blamed no node."""
     rank_replaced_at: dict[NodeId, dict[int, float]] = {}
@@ -260,7 +311,19 @@ class RegroupRuntime(msgspec.Struct):
 
     def drop_reports(self) -> None:
         """Drop the reports about a generation that is over."""
-        self.pending, self.failed_collective_ranks, self.stalled_ranks = None, set(), {}
+        self.pending, self.failed_collective_ranks = None, set()
+        self.end_stall()
+
+    def end_stall(self) -> None:
+        """Forget the ranks without progress."""
+        self.stalled_ranks, self.said_of_stall, self.stall_notice = {}, {}, None
+
+    @property
+    def waiting_rank(self) -> Rank | None:
+        """A rank that waits for others although none is known to work; None if there is none."""
+        if any(stalled.activity is RankActivity.WORKING for stalled in self.stalled_ranks.values()):
+            return None
+        return min(self.stalled_ranks, default=None)
 
 
 class CommitRuntime(msgspec.Struct):

@@ -25,6 +25,25 @@ def ranks_named(ranks: Collection[int]) -> str:
     return f"ranks {', '.join(words[:-1])} and {words[-1]}"
 
 
+def rank_ranges(ranks: Collection[int]) -> str:
+    """Return ``rank 1``, ``ranks 1-3``, ``ranks 0, 2-5``, or ``ranks 0, 2, ... and 37 more``."""
+    ordered, runs = sorted(ranks), list[tuple[int, int]]()
+    for rank in ordered:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], rank)
+        else:
+            runs.append((rank, rank))
+    if len(runs) > MAX_NAMES:
+        return ranks_named(ranks)
+    words = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    return f"{'rank' if len(ordered) == 1 else 'ranks'} {', '.join(words)}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return whole seconds, or minutes from two on."""
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
+
 def format_node_count(count: int) -> str:
     """Return ``1 node`` or ``2 nodes``."""
     return "1 node" if count == 1 else f"{count} nodes"

@@ -19,7 +19,7 @@ from everstep.ids import (
     TraceId,
     Version,
 )
-from everstep.vocabulary import AuditLink, AuditRole, Finding, GenerationReason
+from everstep.vocabulary import AuditLink, AuditRole, Finding, GenerationReason, RankActivity
 from everstep.wire.v1.base import Message, Report, Request, ShortText
 from everstep.wire.v1.vault_reports import Protection, VersionProtected, VersionSpilled
 
@@ -53,6 +53,9 @@ class JobSpec(Request, frozen=True, kw_only=True):
         replicas: Number of failure domains that hold each byte of a version.
         digest_interval: Steps between parameter digests (0: none).
         sdc: How thoroughly the ranks audit each other's work (`everstep_trainer.sdc.presets`).
+        hang_threshold_s: Seconds without progress and without signs of work after which a rank counts as hung (None:
+            by its step time, at least a minute).
+        work_limit_s: Seconds without progress after which a rank counts as hung although it works.
         max_user_retries: How often a training function that raised is called again.
         block_nodes: Nodes that form one tensor x pipeline block. A roster is a whole number of blocks, whose nodes have
             consecutive seats; the bounds are rounded inwards to whole blocks.
@@ -71,6 +74,7 @@ class JobSpec(Request, frozen=True, kw_only=True):
     digest_interval: NonNegativeInt = 1
     sdc: SdcPreset = "off"
     hang_threshold_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
+    work_limit_s: Annotated[float, msgspec.Meta(gt=0)] = 1800.0
     max_user_retries: NonNegativeInt = 0
     block_nodes: Annotated[int, msgspec.Meta(ge=1, le=4096)] = 1
     block_within: Literal["", "rack", "switch"] = ""
@@ -281,14 +285,27 @@ class CollectiveFailed(Report, frozen=True, kw_only=True, tag=True):
 
 
 class RankStalled(Report, frozen=True, kw_only=True, tag=True):
-    """A rank made no progress for ``stalled_s``, over its own threshold.
+    """A rank made no progress for ``stalled_s``. Sent again when its activity changes, and at each doubling.
 
     Attributes:
         step: The last finished step.
         collectives: Number of collectives entered in this generation. The others wait for the rank with the smallest
             (step, collectives), or for one that does not report at all.
+        threshold_s: Seconds of standing still after which this rank counts as hung, by its own step time.
         stacks: Every Python thread's stack.
         begun: The last step that the rank has begun in this generation; 0 before the first.
+        activity: What the rank does; None if it cannot tell. MOVING ends the stall, and ``activity_s`` is then the
+            longest time for which it stood still.
+        activity_s: Seconds for which that has lasted.
+        doing: The same in words that follow the rank's name, such as "computes".
+        place: The innermost line of the training script, such as "train.py:16".
+        place_s: Seconds for which the main thread has been at the same instruction.
+        operation: The collective in which it waits, such as "all_reduce".
+        section: Name of the declared section (``run.alone``) that the rank is in.
+        limit_s: The section's own limit, in place of the job's ``work_limit_s``.
+        waits_for_all: The collective is one of all ranks for certain.
+        transfers: Data of the collective move.
+        may_wait: The rank may wait for a GPU, and so for a collective, although it computes.
     """
 
     generation: GenerationNumber
@@ -299,16 +316,36 @@ class RankStalled(Report, frozen=True, kw_only=True, tag=True):
     threshold_s: float
     stacks: LongText = ""
     begun: SafeInt = 0
+    activity: RankActivity | None = None
+    activity_s: float = 0.0
+    doing: ShortText = ""
+    place: ShortText = ""
+    place_s: float = 0.0
+    operation: ShortText = ""
+    section: ShortText = ""
+    limit_s: float | None = None
+    waits_for_all: bool = False
+    transfers: bool = False
+    may_wait: bool = False
 
 
 class RankUnresponsive(Report, frozen=True, kw_only=True, tag=True):
-    """The agent's own observation: a rank whose signal thread stopped ticking (a stopped or starved process)."""
+    """The agent's own observation: a rank whose signal thread stopped ticking.
+
+    Attributes:
+        process_state: The kernel's letter for the process.
+        activity: STOPPED or STILL: the rank is to be replaced. WORKING: a long call holds Python's lock, or the process
+            has no processor. MOVING: it ticks again. None, as from older agents: it is to be replaced.
+        doing: What the process does, in words that follow its name.
+    """
 
     generation: GenerationNumber
     rank: Rank
     local_rank: SafeInt
     unresponsive_s: float
     process_state: ShortText = ""
+    activity: RankActivity | None = None
+    doing: ShortText = ""
 
 
 class VersionSealed(Report, frozen=True, kw_only=True, tag=True):
@@ -416,12 +453,14 @@ class RankFinished(Report, frozen=True, kw_only=True, tag=True):
     Attributes:
         step: The last finished step.
         started_step: The last step that the rank began, which a ``break`` leaves unfinished; None if unknown.
+        collectives: Number of collectives entered in this generation; None if unknown.
     """
 
     generation: GenerationNumber
     rank: Rank
     step: SafeInt
     started_step: SafeInt | None = None
+    collectives: SafeInt | None = None
 
 
 class PeerConnectionLost(Report, frozen=True, kw_only=True, tag=True):

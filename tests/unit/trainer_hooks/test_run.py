@@ -307,3 +307,20 @@ def test_existing_process_group_is_used_and_left_alone(forks, tmp_path, monkeypa
 
 if __name__ == "__main__":
     assert steps_under_torchrun() == [1, 2]
+
+
+def test_progress_keeps_the_median_of_its_window():
+    progress = StepProgress(window=3)
+    assert progress.median_step_s == 0.0
+    progress.resume_from(41)
+    progress.finish_step(42)
+    assert (progress.finished_step, progress.finished_steps_here) == (42, 1)
+    assert progress.median_step_s > 0
+
+
+@pytest.mark.parametrize("loss", [1.5, "tensor"])
+def test_reported_loss_is_read_when_asked_for(loss):
+    progress = StepProgress(window=3)
+    assert progress.loss.value() is None
+    progress.loss.update(torch.tensor(1.5, requires_grad=True) if loss == "tensor" else loss)
+    assert progress.loss.value() == 1.5

@@ -383,8 +383,9 @@ class Launcher:
             case NewGeneration():
                 return self._handle_generation(event)
             case KillRank():
-                serial = self._pool.worker_to_kill(event.local_rank, event.generation)
-                if event.job == self._options.job and serial is not None:
+                if event.job != self._options.job:
+                    return None
+                if (serial := self._pool.handle_kill_order(event.local_rank, event.generation)) is not None:
                     log.warning("killing local rank %d: %s", event.local_rank, event.reason)
                     self._processes.signal([serial], signal.SIGKILL)
             case StopJob():

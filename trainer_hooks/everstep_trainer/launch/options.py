@@ -119,7 +119,10 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
     """How thoroughly the ranks check each other's work for silent corruption: light takes up to 0.7 % of a step,
     standard 3 %, paranoid 20 %. standard and paranoid keep two more versions in memory."""
     hang_threshold_s: float | None = None
-    """Seconds without progress before a rank counts as hung. Default: follows the step time of the job."""
+    """Seconds without progress and without a sign of work (processor, I/O, child processes) before a rank counts as
+    hung. Default: 60, or more for long steps."""
+    work_limit_s: float = 1800.0
+    """Seconds without progress before a rank that works, as in an evaluation, counts as hung."""
     user_retries: int = 0
     """Number of times that the job continues after an exception of the script."""
     join_wait_s: float = 30.0
@@ -284,6 +287,8 @@ class LaunchOptions(LaunchSettings, frozen=True, kw_only=True):
             yield "--progress-interval-s must be more than 0; --no-progress shows none"
         if self.hang_threshold_s is not None and self.hang_threshold_s <= 0:
             yield "--hang-threshold-s must be positive; omit it to follow the job's step time"
+        if self.work_limit_s <= 0:
+            yield "--work-limit-s must be positive"
         if self.tee != "0" and self.log_dir is None:
             yield "--tee needs --log-dir, the directory for the files that it also prints"
         if not self.module and not Path(self.script).is_file():
@@ -301,6 +306,7 @@ class LaunchOptions(LaunchSettings, frozen=True, kw_only=True):
             digest_interval=self.digest_interval,
             sdc=self.sdc,
             hang_threshold_s=self.hang_threshold_s,
+            work_limit_s=self.work_limit_s,
             max_user_retries=self.user_retries,
             block_nodes=self.block_nodes,
             block_within=self.block_within,

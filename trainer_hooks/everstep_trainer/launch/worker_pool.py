@@ -6,6 +6,7 @@ Children have serial numbers, since a pid is known only once a child exists and 
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from signal import Signals
 
@@ -73,6 +74,7 @@ class PooledWorker(msgspec.Struct):
     assigned_in_generation: int
     pid: int = 0
     has_reached_main: bool = False
+    is_ordered_dead: bool = False  # Everstep kills it: the script is not to blame
 
 
 class WorkerPool:
@@ -82,6 +84,7 @@ class WorkerPool:
         nproc: Number of local ranks.
         standbys: Warm processes waiting to take over a local rank.
         max_deaths: Deaths of one local rank within DEATH_WINDOW_S that are replaced; after one more the node gives up.
+            Those that Everstep ordered do not count.
         standby_delay_s: From the start of a recovery to the next standby's fork, which would compete for the processor.
     """
 
@@ -144,7 +147,20 @@ class WorkerPool:
             return self._finish(worker.local_rank, pid)
         if not self._has_reached_main:
             return [_script_failed(worker.local_rank, code, signal)]
-        return self._handle_death(worker.local_rank, pid, code, signal, now)
+        is_ours = worker.is_ordered_dead or code == os.EX_TEMPFAIL  # it could not leave an ended generation
+        return self._handle_death(worker.local_rank, pid, code, signal, now, counts=not is_ours)
+
+    def handle_kill_order(self, local_rank: int, generation: int) -> int | None:
+        """Return the worker that was ``local_rank`` in ``generation``; None if it was replaced since, or is dead.
+
+        Its death does not count towards ``max_deaths``.
+        """
+        found = (worker for worker in self._workers.values() if worker.local_rank == local_rank)
+        ordered = next((worker for worker in found if worker.assigned_in_generation < generation), None)
+        if ordered is None:
+            return None
+        ordered.is_ordered_dead = True
+        return ordered.serial
 
     def handle_generation(self, generation: int, local_ranks: frozenset[int], now: float) -> list[PoolAction]:
         """Handle a generation with ``local_ranks`` of this node in its roster: fill those without a process.
@@ -178,11 +194,6 @@ class WorkerPool:
 
     # --- queries ------------------------------------------------------------------------------------------------------
 
-    def worker_to_kill(self, local_rank: int, generation: int) -> int | None:
-        """Return the worker that was ``local_rank`` in ``generation``; None if it was replaced since, or is dead."""
-        found = (worker for worker in self._workers.values() if worker.local_rank == local_rank)
-        return next((worker.serial for worker in found if worker.assigned_in_generation < generation), None)
-
     def active_workers(self) -> dict[int, int]:
         """Return the serial numbers of living active workers, with their local ranks."""
         return {w.serial: w.local_rank for w in self._workers.values() if w.local_rank is not None}
@@ -205,13 +216,14 @@ class WorkerPool:
         return StartWorker(self._serial, local_rank)
 
     def _handle_death(
-        self, local_rank: int, pid: int, code: int | None, signal: int | None, now: float
+        self, local_rank: int, pid: int, code: int | None, signal: int | None, now: float, *, counts: bool = True
     ) -> list[PoolAction]:
         deaths = self._deaths[local_rank]
         while deaths and now - deaths[0] > DEATH_WINDOW_S:
             deaths.popleft()
-        deaths.append(now)
-        is_replaced = len(deaths) <= self._max_deaths
+        if counts:
+            deaths.append(now)
+        is_replaced = not counts or len(deaths) <= self._max_deaths
         report = RankExited(
             local_rank=local_rank,
             pid=pid,

@@ -10,13 +10,15 @@ from enum import Enum, auto
 from time import perf_counter
 
 from everstep.clock import Clock
-from everstep.vocabulary import GenerationReason
+from everstep.vocabulary import GenerationReason, RankActivity
 from everstep.wire.v1.directives import NewGeneration, StopJob, VersionNotice
 from everstep.wire.v1.local import FromAgent, LauncherLost, RankHeartbeat, ToAgent
 from everstep.wire.v1.training import GenerationSpec, Member, RankStalled
 from everstep_trainer.config import HookSettings
+from everstep_trainer.runtime.activity import MainThreadObserver, script_stack
 from everstep_trainer.runtime.interrupt import Interrupter
-from everstep_trainer.runtime.progress import HangWatchdog, Stall, StepProgress, all_stacks, main_stack
+from everstep_trainer.runtime.progress import StepProgress
+from everstep_trainer.runtime.stalls import Observer, Stall, StallWatch, all_stacks, main_stack
 
 # ---- received directives: the newest generation and the end of the job
 
@@ -181,16 +183,18 @@ class DirectiveListener:
     send: Callable[[ToAgent], None]
     settings: HookSettings
     clock: Clock
+    observer: Observer | None = None  # of the main thread
 
     def __post_init__(self) -> None:
-        self._watchdog = HangWatchdog(self.settings, self.clock)
+        observer = self.observer or MainThreadObserver(self.settings, self.clock, self.progress)
+        self._stalls = StallWatch(self.settings, self.clock, self.progress, observer)
         self._spec: GenerationSpec | None = None
         self._member: Member | None = None
         self.on_versions: Callable[[VersionNotice], None] | None = None  # receives the committed version and candidate
 
     def enter(self, spec: GenerationSpec, member: Member) -> None:
         """Begin to take part in ``spec``, from its rendezvous on."""
-        self._watchdog.enter(spec.spec.hang_threshold_s)
+        self._stalls.enter(spec.spec.hang_threshold_s)
         self._spec, self._member = spec, member
 
     def leave(self) -> None:
@@ -202,7 +206,7 @@ class DirectiveListener:
         if isinstance(message, NewGeneration):
             spec, stack = message.spec, ""
             if spec.reason is GenerationReason.RANK_HUNG and self.membership.state is MembershipState.MEMBER:
-                stack = main_stack(self.settings.max_stack_bytes)  # before anything is aborted
+                stack, full = script_stack(), main_stack(self.settings.max_stack_bytes)  # before anything is aborted
             if self.directives.add_generation(spec):
                 self.membership.abort()
                 if stack:  # the agent may report a stopped rank long before any watchdog does
@@ -212,7 +216,7 @@ class DirectiveListener:
                         self.progress.finished_step,
                         self.progress.collective_count,
                         stack,
-                        extra={"job": spec.job, "generation": spec.number, "trace": spec.trace},
+                        extra={"job": spec.job, "generation": spec.number, "trace": spec.trace, "stack": full},
                     )
         elif isinstance(message, StopJob):
             self.directives.add_stop(message)
@@ -230,7 +234,7 @@ class DirectiveListener:
         spec, member, progress = self._spec, self._member, self.progress
         if spec is None or member is None:
             return None
-        if self.membership.state is MembershipState.MEMBER and (stall := self._watchdog.check(progress)) is not None:
+        if self.membership.state is MembershipState.MEMBER and (stall := self._stalls.check()) is not None:
             self._report_stall(stall, spec, member)
         return RankHeartbeat(
             generation=spec.number,
@@ -250,26 +254,31 @@ class DirectiveListener:
         return self.progress.begun_step if self.progress.generation == spec.number else 0
 
     def _report_stall(self, stall: Stall, spec: GenerationSpec, member: Member) -> None:
-        step = self.progress.finished_step
-        logger.warning(
-            "no step finished for %.1f s (threshold %.1f s) after step %d: treated as a hang. If evaluation or saving "
-            "takes this long, raise --hang-threshold-s",
-            stall.stalled_s,
-            stall.threshold_s,
-            step,
-            extra={"node": member.node, "job": spec.job, "generation": spec.number, "trace": spec.trace},
-        )
+        """Report where the rank stands. The controller knows the other ranks too, and decides and says it."""
+        state, limit = stall.state, self.settings.max_stack_bytes
+        waits = state.activity in (RankActivity.COLLECTIVE, RankActivity.MOVING)
         self.send(
             RankStalled(
                 job=spec.job,
                 at=self.clock.wall(),
                 generation=spec.number,
                 rank=member.rank,
-                step=step,
+                step=self.progress.finished_step,
                 collectives=self.progress.collective_count,
                 stalled_s=stall.stalled_s,
                 threshold_s=stall.threshold_s,
                 begun=self._begun(spec),
-                stacks=all_stacks(self.settings.max_stack_bytes),
+                stacks=main_stack(limit) if waits else all_stacks(limit),
+                activity=state.activity,
+                activity_s=state.activity_s,
+                doing=state.doing,
+                place=state.place,
+                place_s=state.place_s,
+                operation=state.operation,
+                section=state.section.name if state.section is not None else "",
+                limit_s=state.section.limit_s if state.section is not None else None,
+                waits_for_all=state.waits_for_all,
+                transfers=state.transfers,
+                may_wait=state.may_wait,
             )
         )

@@ -188,30 +188,64 @@ _original_wait = dist.Work.wait
 _is_over: Callable[[], bool] = bool  # whether the main thread's generation is over; its waits then end
 _on_error: Callable[[BaseException], object] = bool  # receives errors that end its waits
 _MESSAGES = [int(kind) for kind in (OpType.SEND, OpType.RECV, OpType.RECVANYSOURCE)]
+_OPERATIONS = {int(kind): name.strip("_").lower() for name, kind in OpType.__members__.items()} | {
+    int(OpType.ALLREDUCE): "all_reduce",
+    int(OpType.ALLGATHER): "all_gather",
+    int(OpType.REDUCE_SCATTER): "reduce_scatter",
+    int(OpType.ALLTOALL): "all_to_all",
+}
+_awaited: int | None = None  # kind of the operation that the main thread waits for
+_has_sent_messages = False  # from rank to rank; they count as collectives of the ranks that take part
+
+
+def awaited_operation() -> str | None:
+    """Return the collective or message that the main thread waits for in slices; None if it waits for none."""
+    kind = _awaited
+    return None if kind is None else _OPERATIONS.get(kind, "a collective")
+
+
+def has_only_collectives_of_all() -> bool:
+    """Return whether each collective of this process is one of all ranks: no other group exists, and no message."""
+    return not _has_sent_messages and len(dist.distributed_c10d._world.pg_map) == 1
 
 
 def _wait_in_slices(work: dist.Work, timeout: timedelta | None = None) -> bool:
     """Wait for ``work`` in slices; an explicit time-out is kept as it is."""
-    if timeout is not None:
-        return _original_wait(work, timeout)
+    global _awaited, _has_sent_messages
+    if threading.current_thread() is not threading.main_thread():
+        return _wait_elsewhere(work, timeout)
+    kind = work._get_op_type()  # type: ignore[attr-defined]
+    _awaited = kind
     try:
-        if work._get_op_type() in _MESSAGES:  # type: ignore[attr-defined]
+        if timeout is not None:
+            return _original_wait(work, timeout)
+        if kind in _MESSAGES:
+            _has_sent_messages = True
             return _wait_for_message(work)
         return wait_or_regroup(work, _must_leave)
     except BaseException as error:
-        if threading.current_thread() is threading.main_thread():
+        if timeout is None:
             _on_error(error)
         raise
+    finally:
+        _awaited = None
+
+
+def _wait_elsewhere(work: dist.Work, timeout: timedelta | None) -> bool:
+    """Wait in another thread than the main one, which no Regroup interrupts."""
+    if timeout is not None:
+        return _original_wait(work, timeout)
+    if work._get_op_type() in _MESSAGES:  # type: ignore[attr-defined]
+        return _original_wait(work)
+    return wait_or_regroup(work, bool)
 
 
 def _must_leave() -> bool:
-    return threading.current_thread() is threading.main_thread() and _is_over()
+    return _is_over()
 
 
 def _wait_for_message(work: dist.Work) -> bool:
     """Wait in another thread; if the wait is given up, that thread ends with the connection or the group."""
-    if threading.current_thread() is not threading.main_thread():
-        return _original_wait(work)
     ended = threading.Lock()
     outcome: list[bool | BaseException] = []
 

@@ -1,10 +1,8 @@
-"""Record a rank's progress at step boundaries, and detect hangs from the signal thread."""
+"""Record a rank's progress at step boundaries."""
 
 from __future__ import annotations
 
 import sys
-import threading
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,9 +13,6 @@ from typing import Any
 import msgspec
 import torch
 from torch.distributed.tensor import DTensor
-
-from everstep.clock import Clock
-from everstep_trainer.config import HookSettings
 
 # ---- time of torch.compile in this process
 
@@ -112,9 +107,14 @@ class StepProgress:
         self._busy: deque[float] = deque(maxlen=window)
         self._count_collectives: Callable[[], int] = int  # 0
         self._sections: list[WorkSection] = []
+        self.world_size = 1
+        self.uses_gpu = False
 
-    def enter(self, generation: int, count_collectives: Callable[[], int]) -> None:
+    def enter(
+        self, generation: int, count_collectives: Callable[[], int], *, world_size: int = 1, uses_gpu: bool = False
+    ) -> None:
         """Begin a generation; steps counted so far belong to the one before."""
+        self.world_size, self.uses_gpu = world_size, uses_gpu
         self.begun_step = 0  # first: the signal thread must not take it for a step of the new generation
         self.generation = generation
         self.finished_steps_here = 0
@@ -220,95 +220,3 @@ class CollectiveTimer:
 def timed_event() -> torch.cuda.Event:
     """Return an event that records when its stream reaches it."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-
-
-# ---- watchdog: no finished step for many times the usual duration is a hang
-
-
-class Stall(msgspec.Struct, frozen=True):
-    """A rank that made no progress for ``stalled_s`` seconds, over ``threshold_s``."""
-
-    stalled_s: float
-    threshold_s: float
-
-
-class HangWatchdog:
-    """Watches a rank's progress from the signal thread; reports each stall, and again when it is twice as long. A step
-    reported as a stall may be as slow in the next generation: each attempt gets twice the time and, once it was
-    finished, twice its duration, unless the job sets the threshold. Time between late checks does not count."""
-
-    def __init__(self, settings: HookSettings, clock: Clock) -> None:
-        self._settings, self._clock = settings, clock
-        self._configured_s: float | None = None
-        self._last_position: tuple[int, int, int] = (0, 0, 0)
-        self._since = clock.monotonic()
-        self._step_since = self._since
-        self._last_check_at = self._since
-        self._reported_s = 0.0
-        self._suspected_stall: tuple[int, float] | None = None  # the step before it, and its threshold
-        self._allowed_s = 0.0
-
-    def enter(self, configured_s: float | None) -> None:
-        """Begin a generation. ``configured_s`` is the job's threshold, or None to follow the step time."""
-        self._configured_s = configured_s
-        self._since = self._step_since = self._last_check_at = self._clock.monotonic()
-        self._reported_s = 0.0
-
-    def threshold_s(self, progress: StepProgress) -> float:
-        """Return the seconds without progress that count as a stall of this rank now."""
-        s = self._settings
-        if self._configured_s is not None:
-            allowance = 0.0 if progress.finished_steps_here else s.first_step_allowance_s
-            return max(self._configured_s, allowance)
-        step, doubted_s = self._suspected_stall or (None, 0.0)
-        doubled = 2 * doubted_s if step == progress.finished_step else 0.0
-        steady = max(s.min_hang_threshold_s, s.hang_factor * progress.median_step_s, self._allowed_s, doubled)
-        return steady if progress.finished_steps_here >= s.hang_warmup_steps else max(steady, s.first_step_allowance_s)
-
-    def check(self, progress: StepProgress) -> Stall | None:
-        now = self._clock.monotonic()
-        threshold = self.threshold_s(progress)
-        unobserved = now - self._last_check_at
-        self._last_check_at = now
-        if unobserved > threshold / 2:
-            self._since += unobserved
-            self._step_since += unobserved
-        position = (progress.generation, progress.finished_step, progress.collective_count)
-        if position != self._last_position:
-            if position[:2] != self._last_position[:2]:
-                self._learn_allowance(position, now - self._step_since)
-                self._step_since = now
-            self._last_position, self._since, self._reported_s = position, now, 0.0
-        stalled, threshold = now - self._since, max(threshold, 2 * self._reported_s)
-        if stalled < threshold:
-            return None
-        self._reported_s = threshold
-        self._suspected_stall = (progress.finished_step, threshold)
-        return Stall(stalled, threshold)
-
-    def _learn_allowance(self, position: tuple[int, int, int], lasted_s: float) -> None:
-        """Learn from steps that finished since the last check, or in the previous generation."""
-        made = position[0] == self._last_position[0] and position[1] > self._last_position[1]
-        if made and self._suspected_stall is not None and self._suspected_stall[0] == self._last_position[1]:
-            if lasted_s > self._suspected_stall[1]:
-                self._allowed_s = max(self._allowed_s, 2 * lasted_s)
-            self._suspected_stall = None
-
-
-def main_stack(limit_bytes: int) -> str:
-    """Return the main thread's Python stack, cut to ``limit_bytes``."""
-    frame = sys._current_frames()[threading.main_thread().ident or 0]
-    return _cut("".join(traceback.format_stack(frame)), limit_bytes)
-
-
-def all_stacks(limit_bytes: int) -> str:
-    """Return every Python thread's stack, main thread first, cut to ``limit_bytes``."""
-    names = {t.ident: t.name for t in threading.enumerate()}
-    main = threading.main_thread().ident
-    frames = sorted(sys._current_frames().items(), key=lambda item: item[0] != main)
-    parts = [f"thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames]
-    return _cut("\n".join(parts), limit_bytes)
-
-
-def _cut(text: str, limit_bytes: int) -> str:
-    return text.encode("utf-8", "replace")[:limit_bytes].decode("utf-8", "ignore")

@@ -294,7 +294,8 @@ class Worker:
         """Run the training function once; return what it raised, and keep nothing else of it."""
         group = self._rendezvous.group
         assert group is not None
-        self._progress.enter(spec.number, group.count_collectives)
+        uses_gpu = group.device.type == "cuda"
+        self._progress.enter(spec.number, group.count_collectives, world_size=spec.world_size, uses_gpu=uses_gpu)
         session = GenerationSession(
             group,
             directives=self._directives,
@@ -351,7 +352,8 @@ class Worker:
 
     def _finished(self, spec: GenerationSpec, member: Member) -> None:
         """Report the return. The group stays until all ranks are done: peers may still read what this rank sent."""
-        self._report(RankFinished, spec, member, started_step=self._progress.begun_step)
+        begun, count = self._progress.begun_step, self._progress.collective_count
+        self._report(RankFinished, spec, member, started_step=begun, collectives=count)
         order = self._directives.wait_next(spec.number)
         self._timeline = PhaseTimeline()
         if not isinstance(order, StopJob):

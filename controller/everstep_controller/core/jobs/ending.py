@@ -63,6 +63,8 @@ def handle_rank_finished(transition: Transition, job: JobRecord, node: str, repo
             return
         job.progress.finished_ranks.append(report.rank)
         job.progress.last_begun = report.started_step
+        if report.collectives is not None:
+            job.progress.returned_collectives[report.rank] = report.collectives
         transition.mark_job_changed(job.job)
     if check_equal_steps(transition, job):
         return

@@ -176,7 +176,7 @@ def _begin_generation(transition: Transition, job: JobRecord, live: JobRuntime, 
     """Make ``spec`` the job's generation and reset the state of the one before."""
     job.generation, job.progress.last_number = spec, spec.number
     job.progress.opened_at, job.progress.resumed_at = transition.now, None
-    job.progress.finished_ranks, job.progress.last_begun = [], None
+    job.progress.finished_ranks, job.progress.last_begun, job.progress.returned_collectives = [], None, {}
     job.status.enter(JobState.RUNNING, spec.sentence, trace=spec.trace, now=transition.now)
     update_roster(transition.state, job)
     if job.spills.pending is not None or job.parity.pending is not None:

@@ -2,34 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-
-import msgspec
-
-from everstep.vocabulary import GenerationReason
+from everstep.ids import Rank
+from everstep.vocabulary import GenerationReason, RankActivity
 from everstep.wire.v1.training import GenerationSpec, Member, RankStalled, RankUnresponsive
 from everstep_controller.core.jobs import ending, losses
 from everstep_controller.core.jobs.generations import RegroupCause, note_beyond_boundary
 from everstep_controller.core.jobs.notifications import record_replaced_rank, send_kill
+from everstep_controller.core.jobs.stall_decisions import Fail, RegroupAll, Replace, Stall, Wait, decide
 from everstep_controller.core.records import JobRecord
-from everstep_controller.core.state import PendingRegroup
+from everstep_controller.core.state import StalledRank, StallNotice
 from everstep_controller.core.transition import Transition
 
-UNEQUAL_STEPS_STALL_S = 600.0
-"""Seconds for which a rank may stand still after all others returned: it may be saving, or wait for ever."""
 MAX_STACK_CHARS = 16384
 """Maximum length of a rank's stacks in the audit log."""
+MAX_STACKS = 4
+"""Number of ranks whose stacks are kept, and logged with a decision, for each kind of activity."""
+SETTLE_PER_RANK_S = 5e-5
+"""Seconds per rank of the job by which a decision waits longer for other reports; judging costs time per rank."""
+MIN_LEARNED_PAUSE_S = 10.0
+"""Seconds from which a pause that ended by itself is remembered."""
+MAX_HANG_PLACES = 64
+"""Number of places whose hung ranks are counted."""
 
 
 def handle_rank_unresponsive(transition: Transition, job: JobRecord, node: str, report: RankUnresponsive) -> None:
-    """Kill and replace an unresponsive rank; its own agent's report suffices."""
+    """Replace a rank whose process is stopped; its own agent's report suffices. Others are judged with all ranks."""
     spec = losses.find_generation(job, report.generation) or job.running_generation
     member = spec.member_at(node, report.local_rank) if spec else None
     if spec is None or not job.is_running or member is None:
         transition.count_ignored("rank_unresponsive.stale")
         return
+    is_noted = report.activity in (RankActivity.WORKING, RankActivity.MOVING)
+    if report.activity is RankActivity.STILL:  # one that stands still outside of the generation holds it up
+        left = job.outgoing_generation is None and member.rank not in transition.read_entered_ranks(job.job)
+        is_noted = not left and report.generation >= spec.number
+    if is_noted:
+        _note_silent_rank(transition, job, report)
+        return
     words = f"rank {report.rank} on {node} has sent no heartbeat for {report.unresponsive_s:.1f} s"
-    sentence = f"{words} ({report.process_state})" if report.process_state else words
+    how = report.doing or report.process_state
+    sentence = f"{words} ({how})" if how else words
     if report.generation == spec.number and member.rank == report.rank:
         _replace_hung(transition, job, spec, member, sentence, transition.trace)
     elif report.generation < spec.number and member.rank not in transition.read_entered_ranks(job.job):
@@ -39,11 +51,40 @@ def handle_rank_unresponsive(transition: Transition, job: JobRecord, node: str, 
         transition.count_ignored("rank_unresponsive.stale")
 
 
+def _note_silent_rank(transition: Transition, job: JobRecord, report: RankUnresponsive) -> None:
+    """Record what the process of a rank does that says nothing, as in a long call that holds Python's lock."""
+    running, stalled = job.running_generation, transition.state.job_runtime[job.job].regroup.stalled_ranks
+    if running is None or report.generation < running.number:
+        transition.count_ignored("rank_unresponsive.stale")
+        return
+    if report.activity is RankActivity.MOVING:
+        stalled.pop(report.rank, None)
+    else:
+        since, before = transition.now - report.unresponsive_s, stalled.get(report.rank)
+        stalled[report.rank] = StalledRank(
+            step=transition.read_steps(job.job).get(report.rank, 0),
+            collectives=0,  # unknown; the others wait for it, if for any rank
+            since=before.since if before is not None else since,
+            threshold_s=0.0,
+            activity=report.activity,
+            activity_since=since,
+            doing=report.doing,
+            place=before.place if before is not None else "",
+        )
+    _schedule_check(transition, job, running)
+
+
 def _replace_hung(
-    transition: Transition, job: JobRecord, spec: GenerationSpec, member: Member, sentence: str, trace: str
+    transition: Transition,
+    job: JobRecord,
+    spec: GenerationSpec,
+    member: Member,
+    sentence: str,
+    trace: str,
+    stacks: str = "",
 ) -> None:
     sentence = f"{sentence}; it is killed and replaced"
-    node, data = member.node, {"rank": str(member.rank)}
+    node, data = member.node, {"rank": str(member.rank)} | ({"stacks": stacks} if stacks else {})
     transition.audit("rank.hung", sentence, node=node, job=job.job, generation=spec.number, trace=trace, data=data)
     send_kill(transition, job, member, spec.number, sentence, trace)
     record_replaced_rank(transition, job, node, member.local_rank)
@@ -51,7 +92,7 @@ def _replace_hung(
 
 
 def handle_rank_stalled(transition: Transition, job: JobRecord, node: str, report: RankStalled) -> None:
-    """Record where a rank stands. The rank at fault is named once the other ranks have reported too."""
+    """Record what a rank without progress does, and judge all such ranks a moment later."""
     note_beyond_boundary(transition, job, node, report.rank, report.generation, report.step)
     spec = job.running_generation
     if spec is None or not job.is_running or report.generation != spec.number:
@@ -62,35 +103,154 @@ def handle_rank_stalled(transition: Transition, job: JobRecord, node: str, repor
         return
     if ending.check_equal_steps(transition, job, {report.rank: report.begun}):
         return
-    live = transition.state.job_runtime[job.job]
-    live.regroup.stalled_ranks[report.rank] = (report.step, report.collectives)
-    sentence = (
-        f"rank {report.rank} on {node} has made no progress for {report.stalled_s:.1f} s after step {report.step} "
-        f"(limit: {report.threshold_s:.1f} s)"
-    )
-    data = {"rank": str(report.rank), "collectives": str(report.collectives), "stacks": report.stacks[:MAX_STACK_CHARS]}
-    transition.audit("rank.stalled", sentence, node=node, job=job.job, generation=spec.number, data=data)
-    if live.regroup.pending is None:
-        due = transition.now + transition.policy.stall_settle_s
-        live.regroup.pending = PendingRegroup(transition.now, due, transition.trace, sentence)
-        transition.schedule_job(due, job.job)
-    if len(live.regroup.stalled_ranks.keys() | set(job.progress.finished_ranks)) < spec.world_size:
-        return
-    if job.progress.finished_ranks and report.stalled_s >= UNEQUAL_STEPS_STALL_S:
-        _fail_unequal_steps(transition, job, spec, report)
+    stalled = transition.state.job_runtime[job.job].regroup.stalled_ranks
+    if report.activity is RankActivity.MOVING:
+        stalled.pop(report.rank, None)
+        _learn_pause(transition, job, report.activity_s)
     else:
-        settle_pending_regroup(transition, job)
+        stalled[report.rank] = _make_record(transition, report, list(stalled.values()))
+    _schedule_check(transition, job, spec)
 
 
-def _fail_unequal_steps(transition: Transition, job: JobRecord, spec: GenerationSpec, report: RankStalled) -> None:
-    finished = job.progress.finished_ranks
-    ranks = f"rank {finished[0]} has" if len(finished) == 1 else f"{len(finished)} other ranks have"
-    sentence = (
-        f"rank {report.rank} on {spec.node_of(report.rank)} has made no progress for {report.stalled_s:.0f} s after "
-        f"step {report.step}, and {ranks} returned from the training function. All ranks must run the same steps (if "
-        "one rank legitimately works alone for that long, raise --hang-threshold-s)"
+def _make_record(transition: Transition, report: RankStalled, others: list[StalledRank]) -> StalledRank:
+    now = transition.now
+    alike = sum(1 for one in others if one.stacks and one.activity is report.activity)
+    return StalledRank(
+        step=report.step,
+        collectives=report.collectives,
+        since=now - report.stalled_s,
+        threshold_s=report.threshold_s,
+        activity=report.activity,
+        activity_since=now - (report.activity_s if report.activity is not None else report.stalled_s),
+        doing=report.doing,
+        place=report.place,
+        place_since=now - report.place_s if report.place_s else 0.0,
+        operation=report.operation,
+        section=report.section,
+        limit_s=report.limit_s,
+        waits_for_all=report.waits_for_all,
+        transfers=report.transfers,
+        may_wait=report.may_wait,
+        stacks=report.stacks[:MAX_STACK_CHARS] if alike < MAX_STACKS else "",
     )
-    ending.fail_job(transition, job, sentence)
+
+
+def _learn_pause(transition: Transition, job: JobRecord, pause_s: float) -> None:
+    """Remember the longest time for which a rank stood still and went on: the next such pause is no hang either."""
+    if pause_s >= max(MIN_LEARNED_PAUSE_S, job.failures.longest_pause_s + 1.0):
+        job.failures.longest_pause_s = pause_s
+        transition.mark_job_changed(job.job)
+
+
+def _schedule_check(transition: Transition, job: JobRecord, spec: GenerationSpec) -> None:
+    """Have the stalled ranks judged soon, once for reports that come together."""
+    live, policy = transition.state.job_runtime[job.job].regroup, transition.policy
+    if live.stall_check_due <= transition.now:
+        wait_s = policy.stall_settle_s + SETTLE_PER_RANK_S * spec.world_size
+        live.stall_check_due = transition.now + min(wait_s, policy.stall_settle_max_s)
+        transition.schedule_job(live.stall_check_due, job.job)
+
+
+def check_stalls(transition: Transition, job: JobRecord) -> bool:
+    """Judge the ranks without progress; return whether that ended the generation or the job."""
+    live, spec = transition.state.job_runtime[job.job].regroup, job.running_generation
+    if not live.stalled_ranks:
+        live.end_stall()
+        return False
+    if spec is None or transition.now < live.stall_check_due:
+        return False
+    steps = transition.read_steps(job.job)
+    for rank, stalled in list(live.stalled_ranks.items()):
+        if steps.get(rank, 0) > stalled.step:
+            del live.stalled_ranks[rank]
+    if not live.stalled_ranks:
+        live.end_stall()
+        return False
+    if live.waiting_rank is not None:
+        evidence = f"rank {live.waiting_rank} makes no progress"
+        if losses.regroup_without_missing(transition, job, evidence):
+            return True
+    return _carry_out(transition, job, spec, _gather(transition, job, spec, steps))
+
+
+def _gather(transition: Transition, job: JobRecord, spec: GenerationSpec, steps: dict[Rank, int]) -> Stall:
+    stalled = transition.state.job_runtime[job.job].regroup.stalled_ranks
+    finished = job.progress.finished_ranks
+    silent = set(range(spec.world_size)) - stalled.keys() - set(finished)
+    return Stall(
+        stalled={rank: stalled[rank] for rank in sorted(stalled) if rank not in finished},
+        moving=silent,
+        steps=steps,
+        returned={rank: job.progress.returned_collectives.get(rank) for rank in finished},
+        now=transition.now,
+        policy=transition.policy,
+        spec=spec.spec,
+        failures=job.failures,
+    )
+
+
+def _carry_out(transition: Transition, job: JobRecord, spec: GenerationSpec, stall: Stall) -> bool:
+    decision = decide(stall)
+    if isinstance(decision, Wait):
+        for notice in decision.notices:
+            _say(transition, job, spec, notice)
+        if decision.due is not None:
+            transition.schedule_job(decision.due, job.job)
+        return False
+    if isinstance(decision, Fail):
+        _log_stacks(transition, job, spec, decision.sentence)
+        ending.fail_job(transition, job, decision.sentence)
+    elif isinstance(decision, Replace):
+        stalled = stall.stalled[decision.rank]
+        if stalled.place:
+            _count_hang(job, stalled.place)
+        member, trace = spec.roster[decision.rank], transition.trace
+        _replace_hung(transition, job, spec, member, decision.sentence, trace, stalled.stacks)
+    else:
+        _regroup_all(transition, job, spec, decision)
+    return True
+
+
+def _regroup_all(transition: Transition, job: JobRecord, spec: GenerationSpec, decision: RegroupAll) -> None:
+    _log_stacks(transition, job, spec, decision.sentence)
+    if decision.step is not None:
+        job.failures.hung_collective_step = decision.step
+        transition.mark_job_changed(job.job)
+    cause = RegroupCause(GenerationReason.RANK_HUNG, decision.sentence[:4000], transition.trace)
+    losses.regroup_unattributed(transition, job, cause)
+
+
+def _count_hang(job: JobRecord, place: str) -> None:
+    kills = job.failures.hang_kills
+    kills[place] = kills.get(place, 0) + 1
+    if len(kills) > MAX_HANG_PLACES:
+        del kills[next(iter(kills))]
+
+
+def _say(transition: Transition, job: JobRecord, spec: GenerationSpec, notice: StallNotice) -> None:
+    """Write a notice to the event log, once per stall, and keep the last one for the job's status."""
+    live = transition.state.job_runtime[job.job].regroup
+    if notice.key in live.said_of_stall:
+        return
+    live.said_of_stall[notice.key] = None
+    live.stall_notice = notice
+    _log_stacks(transition, job, spec, notice.sentence(transition.now), notice.ranks[:1])
+
+
+def _log_stacks(
+    transition: Transition, job: JobRecord, spec: GenerationSpec, sentence: str, ranks: tuple[Rank, ...] = ()
+) -> None:
+    """Write a sentence about ranks without progress to the event log, with the stacks of some of them."""
+    stalled = transition.state.job_runtime[job.job].regroup.stalled_ranks
+    with_stacks = [rank for rank in ranks or sorted(stalled) if rank in stalled and stalled[rank].stacks]
+    for rank in with_stacks[:MAX_STACKS] or ranks[:1]:
+        one = stalled.get(rank)
+        data = {"rank": str(rank)}
+        if one is not None:
+            data |= {"collectives": str(one.collectives), "place": one.place, "stacks": one.stacks}
+            data["activity"] = one.activity.value if one.activity is not None else ""
+        node = spec.node_of(rank)
+        transition.audit("rank.stalled", sentence, node=node, job=job.job, generation=spec.number, data=data)
 
 
 def settle_pending_regroup(transition: Transition, job: JobRecord) -> None:
@@ -105,50 +265,5 @@ def settle_pending_regroup(transition: Transition, job: JobRecord) -> None:
         live.regroup.pending = None
         losses.regroup_with_seen(transition, job, RegroupCause(pending.reason, pending.sentence, pending.trace))
         return
-    if not live.regroup.stalled_ranks:
-        cause = RegroupCause(GenerationReason.COLLECTIVE_FAILED, pending.sentence, pending.trace)
-        losses.regroup_unattributed(transition, job, cause)
-        return
-    heard = live.regroup.stalled_ranks.keys() | set(job.progress.finished_ranks)
-    silent = [rank for rank in range(spec.world_size) if rank not in heard]
-    if job.progress.finished_ranks and not silent:
-        live.regroup.pending = None
-        return
-    latest = pending.since + transition.policy.stall_settle_max_s
-    if len(silent) > 1 and transition.now < latest:
-        due = min(latest, transition.now + transition.policy.stall_settle_s)
-        live.regroup.pending = msgspec.structs.replace(pending, due=due)
-        transition.schedule_job(due, job.job)
-        return
-    stuck = find_stuck_rank(live.regroup.stalled_ranks, silent, transition.read_steps(job.job))
-    if stuck is None:
-        sentence = f"{pending.sentence}; no single rank can be blamed, so all ranks abort their collectives and regroup"
-        losses.regroup_unattributed(transition, job, RegroupCause(GenerationReason.RANK_HUNG, sentence, pending.trace))
-        return
-    member = spec.roster[stuck]
-    count = len(live.regroup.stalled_ranks)
-    blocked = "a stalled rank" if count == 1 else f"{count} stalled ranks"
-    sentence = f"rank {member.rank} on {member.node} blocks {blocked}"
-    _replace_hung(transition, job, spec, member, sentence, pending.trace)
-
-
-def find_stuck_rank(
-    stalls: Mapping[int, tuple[int, int]], silent: Collection[int], finished: Mapping[int, int]
-) -> int | None:
-    """Return the rank for which the others wait, or None if several are possible.
-
-    A reporter behind all other reporters is stuck. If all reporters stand at the same point, they wait for a silent
-    rank that is not ahead of them. If every silent rank is ahead, a single reporter is stuck itself.
-    ``stalls`` has (step, collectives) of the ranks that report a stall, ``finished`` the last finished steps.
-    """
-    lowest = min(stalls.values())
-    behind = [rank for rank, at in stalls.items() if at == lowest]
-    if len(behind) < len(stalls):
-        return behind[0] if len(behind) == 1 else None
-    suspects = [rank for rank in silent if rank not in finished or finished[rank] <= lowest[0]]
-    if not suspects:
-        return behind[0] if len(behind) == 1 else None
-    if len(suspects) == 1:
-        return suspects[0]
-    steps = sorted((finished.get(rank, -1), rank) for rank in suspects)
-    return steps[0][1] if steps[0][0] < min(steps[1][0], lowest[0]) else None
+    cause = RegroupCause(GenerationReason.COLLECTIVE_FAILED, pending.sentence, pending.trace)
+    losses.regroup_unattributed(transition, job, cause)

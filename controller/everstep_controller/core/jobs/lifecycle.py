@@ -11,6 +11,7 @@ from everstep_controller.core.checkpoints.commits import start_commits
 from everstep_controller.core.health.offences import raise_controller_finding
 from everstep_controller.core.jobs import ending, generations
 from everstep_controller.core.jobs.generations import RegroupCause
+from everstep_controller.core.jobs.hangs import check_stalls
 from everstep_controller.core.jobs.joining import consider_forming, consider_preemption
 from everstep_controller.core.jobs.notifications import record_replaced_rank, send_generation, send_kill
 from everstep_controller.core.jobs.stragglers import check_stragglers, start_straggler_windows
@@ -219,7 +220,7 @@ def check_job(transition: Transition, job: JobRecord) -> None:
     if job.status.state is JobState.FORMING:
         consider_forming(transition, job)
     elif job.is_running:
-        if ending.check_equal_steps(transition, job):
+        if ending.check_equal_steps(transition, job) or check_stalls(transition, job):
             return
         check_resumed(transition, job)
         check_stragglers(transition, job)

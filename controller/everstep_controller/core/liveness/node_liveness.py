@@ -275,7 +275,7 @@ def _job_failure(transition: Transition, job: JobRecord) -> str:
     live = transition.state.job_runtime[job.job]
     if live.regroup.failed_collective_ranks:
         return f"a collective of rank {min(live.regroup.failed_collective_ranks)} failed"
-    return f"rank {min(live.regroup.stalled_ranks)} is stalled" if live.regroup.stalled_ranks else ""
+    return f"rank {waiting} is stalled" if (waiting := live.regroup.waiting_rank) is not None else ""
 
 
 def _find_missing_evidence(transition: Transition, job: JobRecord, node: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from everstep.vocabulary import RankActivity
 from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob
 from everstep.wire.v1.local import ConnectionRole, Goodbye
 from everstep.wire.v1.training import CollectiveFailed, RankFinished, RankLost, RankUnresponsive
@@ -278,25 +279,47 @@ def test_stopped_rank_is_reported_early_and_once(node: Node) -> None:
     assert silent(node, 0.25) == []
     (told,) = silent(node, 0.1)
     assert (told.generation, told.rank, told.local_rank, told.process_state) == (1, 1, 1, "T")
+    assert told.activity is RankActivity.STOPPED
     assert len(silent(node, 5.0)) == 1
 
 
-def test_busy_rank_is_allowed_a_longer_pause(node: Node) -> None:
+def look_on(node: Node, seconds: float) -> list[tuple[RankActivity | None, str]]:
+    """The agent checks every 0.1 s; returns the activities that it reported, with the kernel's letter."""
+    before = len(node.of(RankUnresponsive))
+    for _ in range(round(seconds / 0.1)):
+        silent(node, 0.1)
+    return [(report.activity, report.process_state) for report in node.of(RankUnresponsive)[before:]]
+
+
+@pytest.mark.parametrize(("cpu_share", "activity"), [(1.0, RankActivity.WORKING), (0.0, RankActivity.STILL)])
+def test_silent_rank_is_reported_with_what_it_does(node: Node, cpu_share: float, activity: RankActivity) -> None:
     rank = node.rank(0)
     node.regroup(1)
     node.tick(rank, 1, 0)
-    rank.state = "R"
-    assert silent(node, 0.95) == []
-    assert [r.process_state for r in silent(node, 0.1)] == ["R"]
+    rank.state, rank.cpu_share = "R", cpu_share
+    assert look_on(node, 0.9) == []
+    assert look_on(node, 30.0) == [(activity, "R")]
 
 
-def test_tick_ends_unresponsive_state_and_rearms_the_report(node: Node) -> None:
+def test_change_of_a_silent_ranks_activity_is_reported(node: Node) -> None:
+    rank = node.rank(0)
+    node.regroup(1)
+    node.tick(rank, 1, 0)
+    rank.cpu_share = 1.0
+    look_on(node, 5.0)
+    rank.cpu_share = 0.0
+    assert [activity for activity, _ in look_on(node, 5.0)] == [RankActivity.STILL]
+
+
+def test_tick_ends_a_reported_silence(node: Node) -> None:
     rank = node.rank(0)
     node.regroup(1)
     for _ in range(2):
         node.tick(rank, 1, 0)
-        silent(node, 1.1)
-    assert len(node.of(RankUnresponsive)) == 2
+        look_on(node, 2.0)
+    node.tick(rank, 1, 0)
+    kinds = [report.activity for report in node.of(RankUnresponsive)]
+    assert kinds == [RankActivity.STILL, RankActivity.MOVING] * 2
 
 
 def test_unresponsive_rank_is_reported_again_in_next_generation(node: Node) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import signal
 
+import pytest
 from everstep_trainer.launch.worker_pool import (
     AwaitJobEnd,
     GiveUp,
@@ -155,11 +157,11 @@ def test_script_killed_before_main_fails_with_shell_status() -> None:
 
 def test_kill_order_hits_only_members_of_its_generation() -> None:
     crew = staffed()
-    assert crew.worker_to_kill(1, generation=1) == 2
+    assert crew.handle_kill_order(1, generation=1) == 2
     killed(crew, 2)
-    assert crew.worker_to_kill(1, generation=1) is None
+    assert crew.handle_kill_order(1, generation=1) is None
     crew.handle_generation(2, frozenset({0, 1}), 0.0)
-    assert crew.worker_to_kill(1, generation=2) == 3
+    assert crew.handle_kill_order(1, generation=2) == 3
 
 
 def test_generation_fills_vacant_local_ranks() -> None:
@@ -202,3 +204,21 @@ def test_an_unknown_process_changes_nothing() -> None:
     assert killed(crew, 99) == []
     assert crew.handle_reached_main(99) == []
     assert crew.remove_worker(99) is None
+
+
+@pytest.mark.parametrize("code", [None, os.EX_TEMPFAIL])
+def test_deaths_that_everstep_ordered_do_not_count(code: int | None) -> None:
+    crew = WorkerPool(1, standbys=0, max_deaths=1)
+    crew.start()
+    crew.handle_reached_main(1)
+    for generation in range(1, 6):
+        (serial,) = crew.active_workers()
+        crew.handle_generation(generation, frozenset({0}), 0.0)
+        if code is None:
+            assert crew.handle_kill_order(0, generation) == serial
+        actions = crew.handle_exit(serial, 100 + serial, code, KILL if code is None else None, 0.0)
+        assert isinstance(actions[1], StartWorker)
+    (serial,) = crew.active_workers()
+    assert isinstance(killed(crew, serial)[1], StartWorker)
+    (serial,) = crew.active_workers()
+    assert isinstance(killed(crew, serial)[1], GiveUp)

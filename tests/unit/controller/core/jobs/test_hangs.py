@@ -2,42 +2,133 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import msgspec
 import pytest
-from everstep_controller.core.effects import Audit, Send
+from everstep_controller.core.effects import Audit, Effect, Send
 from everstep_controller.core.events import OperatorAction
-from everstep_controller.core.jobs.hangs import find_stuck_rank
 from everstep_controller.core.policy import CorePolicy
 
-from everstep.vocabulary import GenerationReason, JobState
+from everstep.vocabulary import GenerationReason, JobState, RankActivity
 from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob
 from tests.support.core_fleet import CoreFleet, generations, sent
 
+COLLECTIVE = {"activity": RankActivity.COLLECTIVE, "operation": "all_reduce", "waits_for_all": True}
+STILL = {"activity": RankActivity.STILL, "collectives": 9, "place": "train.py:16", "doing": "does nothing"}
+WORKING = {"activity": RankActivity.WORKING, "collectives": 9, "place": "train.py:16", "doing": "computes"}
+NODES = ("n1", "n2", "n3", "n4")
+
+
+def stalled_events(effects: Sequence[Effect]) -> list[str]:
+    return [e.entry.sentence for e in effects if isinstance(e, Audit) and e.entry.kind == "rank.stalled"]
+
+
+def _waiting_for(state: dict[str, Any], nodes: int = 3) -> CoreFleet:
+    """Rank 1 is in ``state``, and the others wait for it in a collective."""
+    fleet = CoreFleet()
+    fleet.start(nodes)
+    fleet.stall(1, **state)
+    for rank in range(nodes):
+        if rank != 1:
+            fleet.stall(rank, **COLLECTIVE)
+    return fleet
+
+
+@pytest.mark.promise("working-rank-kept")
+def test_rank_that_works_alone_is_named_once_and_kept() -> None:
+    fleet = _waiting_for(WORKING)
+    effects = [effect for _ in range(300) for effect in fleet.advance(1.0, *NODES[:3])]
+    assert stalled_events(effects) == ["rank 1 works alone at train.py:16 for 5 s (computes); ranks 0, 2 wait"]
+    assert sent(effects, KillRank) == {}
+    assert fleet.spec().number == 1
+
 
 @pytest.mark.promise("stuck-rank-named")
-def test_stuck_rank_is_the_one_behind_all_others() -> None:
-    assert find_stuck_rank({0: (5, 10), 1: (5, 9), 2: (5, 10)}, [], {}) == 1
-    assert find_stuck_rank({0: (5, 10), 1: (4, 99)}, [], {}) == 1
+def test_rank_that_stands_still_is_replaced() -> None:
+    fleet = _waiting_for(STILL)
+    assert sent(fleet.advance(58.0, *NODES[:3]), KillRank) == {}
+    assert sent(fleet.advance(3.0, *NODES[:3]), KillRank)["n2"].rank == 1
+    assert fleet.spec().reason is GenerationReason.RANK_HUNG
+    assert fleet.job().failures.hang_kills == {"train.py:16": 1}
 
 
-def test_stuck_rank_is_the_silent_one_when_others_are_equal() -> None:
-    assert find_stuck_rank({0: (5, 10), 1: (5, 10)}, [2], {2: 5}) == 2
+def test_replaced_rank_is_logged_with_its_stacks() -> None:
+    fleet = _waiting_for(STILL)
+    effects = fleet.advance(61.0, *NODES[:3])
+    (hung,) = [e.entry for e in effects if isinstance(e, Audit) and e.entry.kind == "rank.hung"]
+    assert hung.data["stacks"] == "Thread main: all_reduce"
 
 
-def test_stuck_rank_is_the_silent_one_furthest_behind() -> None:
-    assert find_stuck_rank({0: (5, 10)}, [1, 2], {1: 4, 2: 5}) == 1
+def test_stall_that_ends_is_forgotten() -> None:
+    fleet = _waiting_for(STILL)
+    fleet.advance(10.0, *NODES[:3])
+    assert fleet.state.job_runtime["job"].regroup.stall_notice is not None
+    for rank in range(3):
+        fleet.stall(rank, activity=RankActivity.MOVING, activity_s=30.0 if rank == 1 else 0.0)
+    assert sent(fleet.advance(100.0, *NODES[:3]), KillRank) == {}
+    assert fleet.state.job_runtime["job"].regroup.stall_notice is None
+    assert fleet.job().failures.longest_pause_s == 30.0
 
 
-@pytest.mark.promise("stuck-rank-named")
-def test_stuck_rank_stays_unnamed_when_ambiguous() -> None:
-    assert find_stuck_rank({0: (5, 10), 1: (5, 10)}, [], {}) is None
-    assert find_stuck_rank({0: (5, 10), 1: (5, 10)}, [2, 3], {2: 5, 3: 5}) is None
-    assert find_stuck_rank({0: (5, 9), 1: (5, 9), 2: (5, 10)}, [], {}) is None
+def test_stall_ends_with_a_finished_step() -> None:
+    fleet = _waiting_for(STILL)
+    fleet.progress(6)
+    assert sent(fleet.advance(100.0, *NODES[:3]), KillRank) == {}
 
 
-def test_stuck_rank_is_the_only_one_reporting_a_stall() -> None:
-    assert find_stuck_rank({0: (5, 10)}, [1, 2], {1: 9, 2: 9}) == 0
-    assert find_stuck_rank({0: (5, 10)}, [], {}) == 0
+@pytest.mark.promise("working-rank-kept")
+def test_silent_rank_that_works_is_kept() -> None:
+    """A long call in C holds Python's lock, so its process says nothing."""
+    fleet = _waiting_for(WORKING)
+    assert sent(fleet.unresponsive(1, activity=RankActivity.WORKING), KillRank) == {}
+    assert sent(fleet.advance(120.0, *NODES[:3]), KillRank) == {}
+    fleet.unresponsive(1, activity=RankActivity.MOVING)
+    assert sent(fleet.advance(3000.0, *NODES[:3]), KillRank) == {}
+
+
+def test_silent_rank_that_stands_still_is_replaced_after_the_floor() -> None:
+    fleet = _waiting_for(STILL)
+    assert sent(fleet.unresponsive(1, activity=RankActivity.STILL), KillRank) == {}
+    assert sent(fleet.advance(61.0, *NODES[:3]), KillRank)["n2"].rank == 1
+
+
+@pytest.mark.parametrize(("activity", "is_killed"), [(RankActivity.STILL, True), (RankActivity.WORKING, False)])
+def test_silent_rank_outside_of_the_generation_is_killed_if_still(activity: RankActivity, is_killed: bool) -> None:
+    """It holds up the others, who wait for it in the new generation."""
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.lose_rank(0)
+    assert bool(sent(fleet.unresponsive(1, activity=activity), KillRank)) is is_killed
+
+
+@pytest.mark.promise("uneven-steps")
+def test_return_inside_a_step_fails_the_job() -> None:
+    """``if bad: break`` before the backward pass: the others wait for its all-reduce."""
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.finish(1, begun=6, collectives=9)
+    for rank in (0, 2):
+        fleet.stall(rank, begun=6, **COLLECTIVE)
+    fleet.advance(6.0, *NODES[:3])
+    assert fleet.job_state() is JobState.FAILED
+    assert "rank 1 returned from the training function, and ranks 0, 2 wait for it" in fleet.job().status.sentence
+
+
+def test_different_collectives_fail_the_job_at_the_second_time() -> None:
+    fleet = _waiting_for(COLLECTIVE | {"operation": "barrier", "place": "train.py:12"})
+    fleet.advance(61.0, *NODES[:3])
+    assert (fleet.job_state(), fleet.spec().number) == (JobState.RUNNING, 2)
+    fleet.resume(step=6)
+    fleet.stall(1, step=5, **COLLECTIVE | {"operation": "barrier"})
+    fleet.progress(5)
+    for rank in (0, 2):
+        fleet.stall(rank, step=5, **COLLECTIVE)
+    fleet.stall(1, step=5, **COLLECTIVE | {"operation": "barrier"})
+    fleet.advance(61.0, *NODES[:3])
+    assert fleet.job_state() is JobState.FAILED
+    assert "wait in different collectives after step 5" in fleet.job().status.sentence
 
 
 def test_unresponsive_rank_is_killed_before_next_generation() -> None:
@@ -59,55 +150,43 @@ def test_second_unresponsive_rank_is_killed_without_regroup() -> None:
     assert sent(effects, KillRank)["n3"].generation == 1
 
 
-def test_equal_stall_of_all_ranks_regroups_without_kill() -> None:
+def test_equal_wait_of_all_ranks_regroups_without_kill() -> None:
     fleet = CoreFleet()
     fleet.start(2)
-    fleet.stall(0)
-    effects = fleet.stall(1)
+    fleet.stall(0, **COLLECTIVE)
+    fleet.stall(1, **COLLECTIVE)
+    effects = fleet.advance(61.0, *NODES[:2])
     assert sent(effects, KillRank) == {}
     assert fleet.spec().number == 2
 
 
-@pytest.mark.promise("long-steps")
+@pytest.mark.promise("working-rank-kept")
 def test_stall_after_a_rank_returned_kills_no_rank() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.finish(1, 2)
-    assert sent(fleet.stall(0, step=9), KillRank) == {}
-    assert sent(fleet.advance(0.6), KillRank) == {}
+    assert sent(fleet.stall(0, step=9, **STILL), KillRank) == {}
+    assert sent(fleet.advance(600.0, *NODES[:3]), KillRank) == {}
     assert fleet.spec().number == 1
     fleet.finish(0)
     assert fleet.job().status.state is JobState.FINISHED
 
 
-def test_long_stall_after_a_rank_returned_fails_the_job() -> None:
+def test_stall_past_the_work_limit_after_a_return_fails_the_job() -> None:
     fleet = CoreFleet()
     fleet.start(3)
-    fleet.finish(1)
-    fleet.stall(0, step=9)
-    fleet.stall(2, step=9)
-    fleet.advance(0.6)
-    fleet.stall(0, step=9, stalled_s=700.0)
+    fleet.finish(1, 2)
+    fleet.stall(0, step=9, **STILL)
+    fleet.advance(1801.0, *NODES[:3])
     assert fleet.job().status.state is JobState.FAILED
-    assert (
-        "rank 1 has returned from the training function. All ranks must run the same steps"
-        in fleet.job().status.sentence
-    )
-
-
-def test_stall_replaces_silent_rank_among_unfinished_ranks() -> None:
-    fleet = CoreFleet()
-    fleet.start(3)
-    fleet.finish(1)
-    fleet.stall(0, step=9)
-    assert sent(fleet.advance(0.1), KillRank)["n3"].rank == 2
+    assert "2 other ranks have returned from the training function" in fleet.job().status.sentence
 
 
 def test_stall_with_lost_node_drops_node_and_kills_no_rank() -> None:
     fleet = CoreFleet()
     fleet.start(3)
     fleet.disconnect("n3")
-    fleet.stall(0)
+    fleet.stall(0, **COLLECTIVE)
     effects = fleet.advance(0.1)
     assert fleet.seats() == ["n1", "n2"]
     assert sent(effects, KillRank) == {}

@@ -1,0 +1,377 @@
+"""Decide what follows from ranks that make no progress: plain data in, a decision with its sentence out.
+
+The ranks that stand at the smallest (step, collectives) are those for which the others wait. What they do decides:
+
+* One of them works: nothing is done before its work limit. The wait is said after some seconds.
+* They stand still, or run a loop in which nothing changes: they are replaced after the hang floor.
+* All ranks wait in collectives, so no single rank is at fault: they regroup after the hang floor. If they wait in
+  different collectives, the script is named, and the job fails when that comes back at the same step.
+* Other ranks have returned, and the rest waits for them in a collective of all ranks: the job fails.
+
+A rank that waits in a collective is never replaced for waiting, and neither is one that says nothing: its agent reports
+it if its process is stopped or stands still.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import msgspec
+
+from everstep.ids import Rank
+from everstep.vocabulary import RankActivity
+from everstep.wire.v1.training import JobSpec
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.core.records import JobFailures
+from everstep_controller.core.state import StalledRank, StallNotice
+from everstep_controller.core.wording import format_duration, rank_ranges, ranks_named
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """Do nothing until ``due`` (None: until the next report), and say ``notices``."""
+
+    due: float | None = None
+    notices: tuple[StallNotice, ...] = ()
+
+
+class Replace(msgspec.Struct, frozen=True):
+    """Kill the rank's process and regroup."""
+
+    rank: Rank
+    sentence: str
+
+
+class RegroupAll(msgspec.Struct, frozen=True):
+    """Let all ranks abort their collectives and regroup. ``step``: the last finished step, if all wait in them."""
+
+    sentence: str
+    step: int | None = None
+
+
+class Fail(msgspec.Struct, frozen=True):
+    """End the job."""
+
+    sentence: str
+
+
+Decision = Wait | Replace | RegroupAll | Fail
+
+
+class Stall(msgspec.Struct, frozen=True, kw_only=True):
+    """A job whose ranks make no progress, at one time.
+
+    Attributes:
+        stalled: The ranks without progress.
+        moving: Further ranks of the generation that have not returned.
+        steps: Last finished step by rank, where known.
+        returned: Number of collectives of the ranks that returned (None: unknown).
+    """
+
+    stalled: Mapping[Rank, StalledRank]
+    moving: Collection[Rank]
+    steps: Mapping[Rank, int]
+    returned: Mapping[Rank, int | None]
+    now: float
+    policy: CorePolicy
+    spec: JobSpec
+    failures: JobFailures
+
+    @property
+    def lowest(self) -> tuple[int, int]:
+        """The position of the ranks for which the others wait."""
+        return min(stalled.position for stalled in self.stalled.values())
+
+    def limit_at(self, stalled: StalledRank) -> float:
+        """Return when a rank counts as hung although it works."""
+        return stalled.since + (self.spec.work_limit_s if stalled.limit_s is None else stalled.limit_s)
+
+    def is_waiting(self, stalled: StalledRank) -> bool:
+        """Return whether a rank waits for others: in a collective, or perhaps in one that a GPU computes."""
+        ahead = stalled.may_wait and stalled.position > self.lowest
+        return stalled.activity is RankActivity.COLLECTIVE or ahead
+
+    def is_working(self, stalled: StalledRank) -> bool:
+        """Return whether a rank works, within its limit."""
+        works = stalled.activity is RankActivity.WORKING and not self.is_waiting(stalled)
+        return works and self.now < self.limit_at(stalled)
+
+    def floor_s(self, stalled: StalledRank) -> float:
+        """Return the seconds of standing still from which a rank counts as hung."""
+        if self.spec.hang_threshold_s is not None:
+            return stalled.threshold_s  # the job's, or more in the first steps
+        floor = max(stalled.threshold_s, self.policy.hang_floor_s, 2 * self.failures.longest_pause_s)
+        return float(floor * 2 ** self.failures.hang_kills.get(stalled.place, 0))
+
+    def hung_at(self, stalled: StalledRank) -> float:
+        """Return when a rank that is in no collective counts as hung."""
+        if stalled.activity is RankActivity.WORKING:
+            return self.limit_at(stalled)
+        return min(stalled.activity_since + self.floor_s(stalled), self.limit_at(stalled))
+
+    def is_exhausted(self, place: str) -> bool:
+        """Return whether so many hung ranks were replaced at a place that another one needs a person's decision."""
+        return bool(place) and self.failures.hang_kills.get(place, 0) >= self.policy.hang_kills_per_place
+
+
+def decide(stall: Stall) -> Decision:
+    """Return what to do about ranks without progress."""
+    if not stall.stalled:
+        return Wait()
+    if stall.moving:
+        return _beside_moving_ranks(stall)
+    if any(stall.is_working(stalled) for stalled in stall.stalled.values()):
+        return _wait_for_work(stall)
+    hung = {rank: stalled for rank, stalled in stall.stalled.items() if not stall.is_waiting(stalled)}
+    if not hung:
+        return _all_in_collectives(stall) if not stall.returned else _others_returned(stall)
+    if stall.returned:
+        return _still_after_return(stall, hung)
+    if len(hung) < len(stall.stalled):
+        return _some_block_others(stall, hung)
+    return _none_waits(stall, hung)
+
+
+# ---- no rank is hung
+
+
+def _beside_moving_ranks(stall: Stall) -> Decision:
+    """Wait for the reports of the other ranks; only a single rank that stands still behind all others is replaced."""
+    behind = [rank for rank, stalled in stall.stalled.items() if stalled.position == stall.lowest]
+    (rank, *others) = behind
+    stalled = stall.stalled[rank]
+    if others or stall.is_waiting(stalled) or stall.returned:
+        return Wait()
+    if any(stall.steps.get(other, -1) <= stalled.step for other in stall.moving):
+        return Wait()
+    if stall.now < (due := stall.hung_at(stalled)):
+        return Wait(due)
+    return _replace(stall, rank, f"{_describe(rank, stalled, stall.now)}, and all other ranks go on")
+
+
+def _wait_for_work(stall: Stall) -> Wait:
+    """Do nothing, and name the ranks that work and those that wait for them."""
+    policy, now = stall.policy, stall.now
+    working = {rank: stalled for rank, stalled in stall.stalled.items() if stall.is_working(stalled)}
+    waiting = [rank for rank, stalled in stall.stalled.items() if stall.is_waiting(stalled)]
+    dues = [stall.limit_at(stalled) for stalled in working.values()]
+    notices = []
+    if waiting:
+        since = max(stalled.since for stalled in working.values())
+        dues.append(since + policy.stall_notice_s)
+        if now >= dues[-1]:
+            notices.append(_name_work(working, waiting, since))
+    for rank, stalled in working.items():
+        if stalled.section or stalled.limit_s is not None or not stalled.place_since:
+            continue
+        dues.append(stalled.place_since + policy.call_notice_s)
+        if now >= dues[-1]:
+            notices.append(_name_call(stall, rank, stalled))
+    return Wait(min((due for due in dues if due > now), default=None), tuple(notices))
+
+
+def _name_work(working: Mapping[Rank, StalledRank], waiting: Collection[Rank], since: float) -> StallNotice:
+    places = dict.fromkeys(_where(stalled) for stalled in working.values())
+    where = next(iter(places)) if len(places) == 1 else ""
+    doing = dict.fromkeys(stalled.doing for stalled in working.values() if stalled.doing)
+    what = f" ({', '.join(list(doing)[:3])})" if doing else ""
+    works = "works alone" if len(working) == 1 else "work"
+    wait = "waits" if len(waiting) == 1 else "wait"
+    return StallNotice(
+        key=f"works {sorted(working)}",
+        since=since,
+        text=f"{rank_ranges(working)} {works}{where} for {{time}}{what}; {rank_ranges(waiting)} {wait}",
+        ranks=tuple(working),
+    )
+
+
+def _name_call(stall: Stall, rank: Rank, stalled: StalledRank) -> StallNotice:
+    limit = format_duration(stall.limit_at(stalled) - stalled.since)
+    return StallNotice(
+        key=f"call {rank}",
+        since=stalled.place_since,
+        text=f"rank {rank} has been in one call{_where(stalled)} for {{time}} and {stalled.doing or 'works'}: it may "
+        f"never end. The rank is replaced after {limit} without progress (--work-limit-s)",
+        ranks=(rank,),
+    )
+
+
+# ---- some ranks are hung
+
+
+def _some_block_others(stall: Stall, hung: Mapping[Rank, StalledRank]) -> Decision:
+    """Replace the rank for which others wait in collectives, once it has stood still for long enough."""
+    due = max(stall.hung_at(stalled) for stalled in hung.values())
+    waiting = [rank for rank in stall.stalled if rank not in hung]
+    wait = f"{rank_ranges(waiting)} {'waits' if len(waiting) == 1 else 'wait'}"
+    exhausted = [rank for rank, stalled in hung.items() if stall.is_exhausted(stalled.place)]
+    if stall.now >= due and not exhausted:
+        blocked = f"{_describe_all(hung, stall.now)}; {wait}"
+        if len(hung) == 1:
+            return Replace(next(iter(hung)), blocked)
+        return RegroupAll(f"{blocked}. All ranks abort their collectives and regroup")
+    since = max(stalled.since for stalled in hung.values())
+    floor = format_duration(max(stall.floor_s(stalled) for stalled in hung.values()))
+    remedy = f"After {floor} of that it is replaced (--hang-threshold-s)"
+    key = f"still {sorted(hung)}"
+    if exhausted:
+        place = hung[exhausted[0]].place
+        times = stall.failures.hang_kills[place]
+        remedy = (
+            f"A rank was replaced there {times} times, so the script hangs by itself and is left alone: look at its "
+            "stacks, then stop the job"
+        )
+        key = f"exhausted {place}"
+    notice_at = since + stall.policy.stall_notice_s
+    if stall.now < notice_at:
+        return Wait(min(due, notice_at) if not exhausted else notice_at)
+    text = f"{_describe_all(hung, None)}; {wait}. {remedy}"
+    notice = StallNotice(key=key, since=since, text=text, ranks=tuple(hung))
+    return Wait(None if exhausted else due, (notice,))
+
+
+def _none_waits(stall: Stall, hung: Mapping[Rank, StalledRank]) -> Decision:
+    """All ranks stand still and none waits in a collective. Only the job's own threshold makes that a hang."""
+    is_certain = stall.spec.hang_threshold_s is not None or any(
+        stalled.activity is RankActivity.BUSY_LOOP for stalled in hung.values()
+    )
+    at = stall.hung_at if is_certain else stall.limit_at
+    due = max(at(stalled) for stalled in hung.values())
+    if stall.now >= due:
+        sentence = _describe_all(hung, stall.now)
+        if len(hung) == 1:
+            return _replace(stall, next(iter(hung)), sentence)
+        return RegroupAll(f"{sentence}. All ranks regroup")
+    since = max(stalled.activity_since for stalled in hung.values())
+    notice_at = since + stall.policy.call_notice_s
+    if stall.now < notice_at:
+        return Wait(min(due, notice_at))
+    limit = format_duration(due - max(stalled.since for stalled in hung.values()))
+    text = f"{_describe_all(hung, None)}, and no rank waits for another. They restart after {limit} (--work-limit-s)"
+    return Wait(due, (StallNotice(key="none waits", since=since, text=text, ranks=tuple(hung)),))
+
+
+def _replace(stall: Stall, rank: Rank, sentence: str) -> Decision:
+    return Wait() if stall.is_exhausted(stall.stalled[rank].place) else Replace(rank, sentence)
+
+
+# ---- all ranks wait in collectives
+
+
+def _all_in_collectives(stall: Stall) -> Decision:
+    """Regroup, since no single rank is at fault; name ranks that wait in different collectives."""
+    if any(stalled.transfers for stalled in stall.stalled.values()):
+        due = max(stall.limit_at(stalled) for stalled in stall.stalled.values())
+    else:
+        due = max(stalled.activity_since + stall.floor_s(stalled) for stalled in stall.stalled.values())
+    since = max(stalled.since for stalled in stall.stalled.values())
+    places = _by_operation(stall.stalled)
+    where = "; ".join(f"{rank_ranges(ranks)} in {what}" for what, ranks in list(places.items())[:4])
+    if stall.now < due:
+        notice_at = since + stall.policy.stall_notice_s
+        if stall.now < notice_at:
+            return Wait(min(due, notice_at))
+        text = f"all ranks wait in collectives for {{time}}, and none works: {where}"
+        return Wait(due, (StallNotice(key="collectives", since=since, text=text, ranks=tuple(stall.stalled)[:1]),))
+    waited = format_duration(stall.now - since)
+    sentence = f"all ranks have waited in collectives for {waited}, and none works: {where}"
+    is_certain = all(stalled.waits_for_all for stalled in stall.stalled.values())
+    step, again = stall.lowest[0], stall.failures.hung_collective_step == stall.lowest[0]
+    behind = [rank for rank, stalled in stall.stalled.items() if stalled.position == stall.lowest]
+    if is_certain and again and _differ(stall.stalled):
+        return Fail(
+            f"the ranks wait in different collectives after step {step}, for the second time: {where}. All ranks must "
+            "call the same collectives in the same order"
+        )
+    if again and len(behind) == 1 < len(stall.stalled) and not stall.is_exhausted(stall.stalled[behind[0]].place):
+        return Replace(behind[0], f"{sentence}. Rank {behind[0]} is behind all others")
+    different = " They wait in different collectives, which the script must not do." if _differ(stall.stalled) else ""
+    return RegroupAll(f"{sentence}.{different} All ranks abort their collectives and regroup", step)
+
+
+def _differ(stalled: Mapping[Rank, StalledRank]) -> bool:
+    """Return whether ranks wait in different operations that should be the same one."""
+    operations: dict[int, set[str]] = {}
+    for rank in stalled.values():
+        if rank.operation:
+            operations.setdefault(rank.collectives, set()).add(rank.operation)
+    return any(len(names) > 1 for names in operations.values())
+
+
+def _by_operation(stalled: Mapping[Rank, StalledRank]) -> dict[str, list[Rank]]:
+    groups: dict[str, list[Rank]] = {}
+    for rank, one in stalled.items():
+        what = f"{one.operation or 'a collective'} (number {one.collectives} after step {one.step}){_where(one)}"
+        groups.setdefault(what, []).append(rank)
+    return groups
+
+
+# ---- other ranks have returned
+
+
+def _others_returned(stall: Stall) -> Decision:
+    """End the job if the remaining ranks wait in a collective that a returned rank never enters."""
+    known = [count for count in stall.returned.values() if count is not None]
+    missing = min(known) if known else None
+    is_certain = missing is not None and all(stalled.waits_for_all for stalled in stall.stalled.values())
+    is_certain &= any(missing is not None and one.collectives > missing for one in stall.stalled.values())
+    transfers = any(stalled.transfers for stalled in stall.stalled.values())
+    if is_certain and not transfers:
+        due = max(stalled.activity_since for stalled in stall.stalled.values()) + stall.policy.returned_floor_s
+    else:
+        due = max(stall.limit_at(stalled) for stalled in stall.stalled.values())
+    if stall.now < due:
+        return Wait(due)
+    early = [rank for rank, count in stall.returned.items() if count == missing] or list(stall.returned)
+    one = next(iter(stall.stalled.values()))
+    return Fail(
+        f"{ranks_named(early)} returned from the training function, and {rank_ranges(stall.stalled)} "
+        f"{'waits' if len(stall.stalled) == 1 else 'wait'} for {'it' if len(early) == 1 else 'them'} in "
+        f"{one.operation or 'a collective'}{_where(one)} after step {one.step}. All ranks must run the same steps to "
+        "their end: let all of them decide alike before a step begins, for example on run.mean(loss)"
+    )
+
+
+def _still_after_return(stall: Stall, hung: Mapping[Rank, StalledRank]) -> Decision:
+    """Leave ranks alone that stand still after others have returned, such as one that saves; end at the work limit."""
+    due = max(stall.limit_at(stalled) for stalled in hung.values())
+    if stall.now < due:
+        return Wait(due)
+    count = len(stall.returned)
+    returned = f"rank {next(iter(stall.returned))} has" if count == 1 else f"{count} other ranks have"
+    return Fail(
+        f"{_describe_all(hung, stall.now)}, and {returned} returned from the training function. All ranks must run the "
+        "same steps (if one rank legitimately works alone for that long, raise --work-limit-s)"
+    )
+
+
+# ---- words
+
+
+def _describe(rank: Rank, stalled: StalledRank, now: float | None) -> str:
+    return _describe_all({rank: stalled}, now)
+
+
+def _describe_all(hung: Mapping[Rank, StalledRank], now: float | None) -> str:
+    """Return what the ranks do and since when; ``now`` None leaves the time open."""
+    since = max(stalled.since for stalled in hung.values())
+    time = "{time}" if now is None else format_duration(now - since)
+    places = dict.fromkeys(_where(stalled) for stalled in hung.values())
+    where = next(iter(places)) if len(places) == 1 else ""
+    verbs = dict.fromkeys(_verb(stalled.activity, len(hung) == 1) for stalled in hung.values())
+    return f"{rank_ranges(hung)} {' or '.join(verbs)}{where} for {time}"
+
+
+_VERBS = {
+    RankActivity.WORKING: ("has worked without progress", "have worked without progress"),
+    RankActivity.BUSY_LOOP: ("runs a loop in which nothing changes", "run a loop in which nothing changes"),
+}
+
+
+def _verb(activity: RankActivity | None, is_single: bool) -> str:
+    single, several = _VERBS.get(activity, ("stands still", "stand still")) if activity else ("makes no progress",) * 2
+    return single if is_single else several
+
+
+def _where(stalled: StalledRank) -> str:
+    section = f' in "{stalled.section}"' if stalled.section else ""
+    return f"{section} at {stalled.place}" if stalled.place else section
