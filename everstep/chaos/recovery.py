@@ -49,7 +49,8 @@ class Regroup(msgspec.Struct, frozen=True, kw_only=True):
         duration_s: Seconds from the decision to the first step of its last rank; None if a rank has not resumed.
         phases_s: The slowest rank's seconds, by phase.
         restored: The restored version; None: from scratch or from storage.
-        steps_repeated: Steps that were finished before and are computed again, of those that the controller knew of.
+        steps_repeated: Steps that were finished before and are computed again, as surviving ranks and the controller
+            know of them.
         steps_skipped: Steps between the restored one and the first one after it. Samples follow from the step, so 0
             means that no sample is lost; None if the first step is unknown.
     """
@@ -250,6 +251,6 @@ class JobWatch:
             duration_s=one.duration_s,
             phases_s=one.phases_s,
             restored=one.restored,
-            steps_repeated=max(0, self._known_steps.get(before, 0) - restored),
+            steps_repeated=max(0, max(self._known_steps.get(before, 0), one.finished_step or 0) - restored),
             steps_skipped=None if first is None else first - restored - 1,
         )

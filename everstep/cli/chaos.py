@@ -152,7 +152,7 @@ def _regroup_rows(regroup: Regroup) -> list[tuple[str, str]]:
     return [
         ("decided", f"after {regroup.decided_after_s:.2f} s: generation {regroup.generation}: {regroup.sentence}"),
         ("recovered", f"{resumed} ({phases})" if phases else resumed),
-        ("restored", f"{source}; known steps computed again: {regroup.steps_repeated}, skipped: {skipped}{lost}"),
+        ("restored", f"{source}; steps computed again: {regroup.steps_repeated}, skipped: {skipped}{lost}"),
     ]
 
 

@@ -101,7 +101,7 @@ def job_receipt(
         if html is None or as_json:
             show_receipt(receipt, as_json)
         else:
-            console.print(f"{html}: {receipt.job} {receipt.result}, {_recoveries(receipt)}")
+            console.print(f"{html}: {receipt.job} {receipt.outcome}, {_recoveries(receipt)}")
 
 
 def show_receipt(receipt: JobReceipt, as_json: bool) -> None:
@@ -167,5 +167,5 @@ def _row(one: ListedRun) -> dict[str, str]:
         "recoveries": str(receipt.recovery_count),
         "lost": format_span(receipt.costs.lost_s),
         "saved": format_work(receipt, receipt.costs.saved_rank_s) if receipt.recovery_count else "-",
-        "result": receipt.result,
+        "result": receipt.outcome,
     }

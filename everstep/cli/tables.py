@@ -331,7 +331,7 @@ def jobs(found: Iterable[op.JobSummary]) -> RenderableType:
 def _job_row(one: op.JobSummary) -> dict[str, RenderableType]:
     return {
         "job": Text(one.job, style="bold"),
-        "state": styled_state(one.state),
+        "state": styled_state("stopped" if one.is_stopped else one.state),
         "gen": str(one.generation),
         "ranks": str(one.world_size),
         "nodes": str(one.nodes),

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from everstep.receipts.text import (
     comparison,
+    describe_rest,
     format_count,
     format_loss,
     format_share,
@@ -28,7 +29,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 def render_page(receipt: JobReceipt) -> str:
     """Return the page."""
     title = escape(f"Everstep receipt: {receipt.job}")
-    kind = {"finished": "ok", "failed": "no"}.get(receipt.result, "why")
+    kind = {"finished": "ok", "failed": "no"}.get(receipt.outcome, "why")
     began, ended = _time(receipt.began_at), _time(receipt.ended_at)
     return (
         "<!doctype html>\n"
@@ -36,7 +37,7 @@ def render_page(receipt: JobReceipt) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{title}</title><style>{STYLE.read_text()}</style></head><body>\n"
-        f'<h1>{escape(receipt.job)} <span class="{kind}">{receipt.result}</span></h1>\n'
+        f'<h1>{escape(receipt.job)} <span class="{kind}">{receipt.outcome}</span></h1>\n'
         f'<p class="lead">{escape(receipt.sentence)}<br>{began} to {ended}, Everstep {escape(receipt.release)}</p>\n'
         f"{_cards(receipt)}\n{_strip(receipt)}\n{_recoveries(receipt)}\n{_evictions(receipt)}\n"
         f"{_sizes(receipt)}\n{_versions(receipt)}\n"
@@ -64,7 +65,11 @@ def _cards(receipt: JobReceipt) -> str:
         _card("Ranks", format_sizes(receipt).replace("->", "→"), f"on {format_count(receipt.nodes, 'node')}"),
         _card("Last loss", format_loss(receipt.loss)),
         _card("Effective time", format_share(costs.effective_share), "of the time since the first step", "good"),
-        _card("Recoveries", f"{receipt.recovery_count:,}"),
+        _card(
+            "Recoveries",
+            f"{receipt.recovery_count:,}",
+            f"and {format_count(receipt.other_regroups, 'other regroup')}" if receipt.other_regroups else "",
+        ),
         _card("Steps computed again", "not known" if again is None else f"{again:,}"),
         _card("Time lost", format_span(costs.lost_s), "with repeated steps"),
         _card(f"{unit} time lost", format_work(receipt, costs.lost_rank_s)),
@@ -115,19 +120,23 @@ def _recoveries(receipt: JobReceipt) -> str:
         f'<span><i style="background:var(--p-{RECOVERY_PHASES.index(phase)})"></i>{phase.replace("_", " ")}</span>'
         for phase in used
     )
-    hidden = receipt.recovery_count - len(receipt.recoveries)
-    more = f'<p class="why">The newest of {receipt.recovery_count:,}.</p>' if hidden > 0 else ""
+    total = receipt.recovery_count + receipt.other_regroups
+    more = f'<p class="why">The newest of {total:,}.</p>' if total > len(receipt.recoveries) else ""
+    at_boundary = any(one.after_step is not None for one in receipt.recoveries)
+    rest = "training on until a boundary, or directives" if at_boundary else "directives and reports"
     heads = ">generation|>after|cause|phases of the slowest rank|>took|>steps again|>ranks"
-    return f'<h2>Recoveries</h2>{more}{_table(heads, rows)}<p class="keys">{keys}<span><i></i>not in a phase</span></p>'
+    return f'<h2>Recoveries</h2>{more}{_table(heads, rows)}<p class="keys">{keys}<span><i></i>{rest}</span></p>'
 
 
 def _recovery_row(one: ReceiptRecovery, receipt: JobReceipt, longest: float) -> str:
     took = "not completed" if one.duration_s is None else format_span(one.duration_s)
+    cause = one.reason.replace("_", " ")
+    cause = f"<b>{escape(cause)}</b>" + ("" if one.is_failure else " (no failure)")
     again = "–" if one.repeated_steps is None else f"{one.repeated_steps:,}"
     return (
         f'<tr><td class="n">{one.generation}</td>'
         f'<td class="n">{format_span(max(0.0, one.decided_at - receipt.began_at))}</td>'
-        f'<td class="sentence"><b>{escape(one.reason.replace("_", " "))}</b><br>'
+        f'<td class="sentence">{cause}<br>'
         f'<span class="why">{escape(one.sentence)}</span></td>'
         f'<td>{_phase_bar(one, longest)}</td><td class="n">{took}</td>'
         f'<td class="n">{again}</td><td class="n">{one.ranks:,}</td></tr>'
@@ -145,7 +154,7 @@ def _phase_bar(one: ReceiptRecovery, longest: float) -> str:
         for phase, seconds in known
     ]
     if rest:
-        parts.append(f'<i style="width:{rest * scale:.2f}%" title="not in a phase: {format_span(rest)}"></i>')
+        parts.append(f'<i style="width:{rest * scale:.2f}%" title="{describe_rest(one)}: {format_span(rest)}"></i>')
     return f'<div class="bar">{"".join(parts)}</div>'
 
 

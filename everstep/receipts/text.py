@@ -68,6 +68,13 @@ def format_sizes(receipt: JobReceipt) -> str:
     return " -> ".join(ranks)
 
 
+def describe_rest(one: ReceiptRecovery) -> str:
+    """Return what happens in the time of a regroup that is in none of its phases."""
+    if one.after_step is not None:
+        return f"all ranks train on until step {one.after_step}"
+    return "directives and reports on their way"
+
+
 def one_line(sentence: str, limit: int = MAX_SENTENCE_CHARS) -> str:
     """Return a sentence as one line, cut to ``limit`` characters."""
     line = " ".join(sentence.split())
@@ -111,20 +118,24 @@ def summary_lines(receipt: JobReceipt) -> list[str]:
 
 def _headline(receipt: JobReceipt) -> str:
     counted = format_count(receipt.recovery_count, "recovery", "recoveries")
+    if receipt.other_regroups:
+        counted += f" and {format_count(receipt.other_regroups, 'other regroup')}"
     lost = f"{receipt.costs.lost_s:.2f} s lost to them"
-    return f"job {receipt.job} {receipt.result} at step {receipt.steps}: {counted}, {lost}"
+    return f"job {receipt.job} {receipt.outcome} at step {receipt.steps}: {counted}, {lost}"
 
 
 def _recovery_lines(receipt: JobReceipt) -> list[str]:
     shown = receipt.recoveries[-MAX_LISTED_RECOVERIES:]
-    lines = [f"  the last {len(shown)} of them:"] if receipt.recovery_count > len(shown) else []
+    total = receipt.recovery_count + receipt.other_regroups
+    lines = [f"  the last {len(shown)} of them:"] if total > len(shown) else []
     return lines + [_recovery_line(one) for one in shown]
 
 
 def _recovery_line(one: ReceiptRecovery) -> str:
     took = "not completed" if one.duration_s is None else f"{one.duration_s:.2f} s"
     again = f"; {format_count(one.repeated_steps, 'step')} computed again" if one.repeated_steps else ""
-    return f"  generation {one.generation}: {took}, {one.reason}: {one_line(one.sentence)}{again}"
+    planned = "" if one.is_failure else " (no failure)"
+    return f"  generation {one.generation}: {took}, {one.reason}{planned}: {one_line(one.sentence)}{again}"
 
 
 def _figure_lines(receipt: JobReceipt) -> list[str]:

@@ -502,7 +502,7 @@ class CoreFleet:
         )
         return self.report(member.node, words)
 
-    def raise_user_error(self, rank: int, job: str = "job") -> list[Effect]:
+    def raise_user_error(self, rank: int, job: str = "job", started: int | None = None) -> list[Effect]:
         spec = self.running(job)
         words = UserError(
             job=job,
@@ -512,10 +512,18 @@ class CoreFleet:
             step=3,
             error="ValueError: bad batch",
             traceback="Traceback ...",
+            started_step=started,
         )
         return self.report(spec.roster[rank].node, words)
 
-    def finish(self, *ranks: int, job: str = "job", begun: int | None = None, collectives: int | None = None) -> None:
+    def finish(
+        self,
+        *ranks: int,
+        job: str = "job",
+        begun: int | None = None,
+        collectives: int | None = None,
+        losses: dict[int, float] | None = None,
+    ) -> None:
         spec = self.running(job)
         for member in spec.roster:
             if not ranks or member.rank in ranks:
@@ -527,6 +535,7 @@ class CoreFleet:
                     step=9,
                     started_step=begun,
                     collectives=collectives,
+                    loss=(losses or {}).get(member.rank),
                 )
                 self.report(member.node, words)
 

@@ -13,7 +13,7 @@ from fastapi import Request
 
 from everstep.bearer_tokens import Identity
 from everstep.errors import Conflict, MalformedMessage, Unavailable
-from everstep.vocabulary import Verdict
+from everstep.vocabulary import Decision, Verdict
 from everstep.wire.v1 import enrolment as wire
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1 import operator_history
@@ -31,7 +31,7 @@ from everstep_controller.core.checkpoints.restore_points import compute_restorab
 from everstep_controller.journal.policy_replay import PolicyTrialRunner
 from everstep_controller.read_models import fleet_views
 from everstep_controller.read_models.fleet_views import MAX_PAGE_SIZE, ProgressRecorder
-from everstep_controller.read_models.receipts import EVICTIONS, RestartModel, make_receipt
+from everstep_controller.read_models.receipts import EVICTIONS, RestartModel, make_receipt, mistaken_traces
 from everstep_controller.runtime.loop import FleetLoop
 from everstep_controller.runtime.transaction import Transaction, new_trace
 from everstep_controller.server import responses
@@ -249,19 +249,25 @@ class OperatorRoutes:
         detail = await self._job_detail(job, MAX_RECOVERIES_IN_RECEIPT)
         traces = {one.trace for one in detail.recoveries if one.decided_at <= until}
         decisions = [str(decision) for decision in EVICTIONS]
-        docs = await self.store.query(
-            lambda held: reader.verdicts_of_traces(held, traces, decisions, since=detail.created_at, until=until)
+        docs, later = await self.store.query(
+            lambda held: (
+                reader.verdicts_of_traces(held, traces, decisions, since=detail.created_at, until=until),
+                reader.verdicts_of_decision(held, Decision.CORRELATED, since=detail.created_at, until=until),
+            )
         )
+        verdicts = [msgspec.json.decode(doc, type=Verdict) for doc in docs]
+        rolled_back = [msgspec.json.decode(doc, type=Verdict) for doc in later]
         await endpoints.yield_to_agents(request)
         record, nodes = self.context.job(job), self.context.state.nodes
         return make_receipt(
             detail,
             [sample for sample in self.recorder.history(job).samples if sample.at <= until],
-            [msgspec.json.decode(doc, type=Verdict) for doc in docs],
+            verdicts,
             list_checkpoints(self.context.state, record).versions,
             until=until,
             gpus=sum(len(nodes[name].identity.gpus) for name in record.seats if name in nodes),
             model=model,
+            mistaken=mistaken_traces(verdicts, rolled_back),
         )
 
     async def progress(self, request: Request, _who: Identity) -> op.ProgressHistory:

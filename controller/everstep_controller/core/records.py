@@ -547,6 +547,8 @@ class RunProgress(msgspec.Struct, kw_only=True):
     """Number of collectives that each finished rank had entered, where known."""
     ended_step: int = 0
     """Last step of a job that has ended."""
+    ended_loss: tuple[Rank, float] | None = None
+    """Loss of the last step, of the lowest rank whose training function returned and that reports one."""
 
 
 class JobFailures(msgspec.Struct, kw_only=True):

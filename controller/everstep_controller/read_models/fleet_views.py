@@ -49,6 +49,7 @@ class _ResumedRanks(msgspec.Struct):
     restored: Version | None = None
     ranks: set[int] = msgspec.field(default_factory=set)
     phases_s: dict[str, float] = msgspec.field(default_factory=dict)
+    finished_step: int | None = None
 
 
 class RecoveryTracker:
@@ -67,6 +68,8 @@ class RecoveryTracker:
         resumed.restored = report.restored if resumed.restored is None else resumed.restored
         for phase, seconds in report.phases_s.items():
             resumed.phases_s[phase] = max(seconds, resumed.phases_s.get(phase, 0.0))
+        if report.finished_step is not None:
+            resumed.finished_step = max(report.finished_step, resumed.finished_step or 0)
 
     def forget(self, job: str) -> None:
         """Forget a deleted job."""
@@ -93,6 +96,8 @@ class RecoveryTracker:
             resumed_ranks=len(resumed.ranks),
             world_size=spec.world_size,
             phases_s=dict(resumed.phases_s),
+            finished_step=resumed.finished_step,
+            after_step=spec.after_step,
         )
 
     def take_finished(self, job: JobRecord) -> GenerationRecovery | None:
@@ -440,12 +445,13 @@ def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
         spares=len(membership.spares(state, job)),
         step=step,
         step_s=step_s,
-        loss=_loss(progress, spec),
+        loss=job.progress.ended_loss[1] if job.is_ended and job.progress.ended_loss else _loss(progress, spec),
         committed=live.commits.committed_version if live else None,
         verified=live.commits.verified_version if live else None,
         reason=job.status.sentence,
         until_step=until_step,
         audited=job.commits.audited.version if job.commits.audited is not None else None,
+        is_stopped=job.status.is_stopped,
     )
 
 

@@ -29,8 +29,23 @@ RESTART_S = 60.0
 """Seconds of such a restart: scheduling, imports, reading the checkpoint, the first step."""
 LISTED_RECOVERIES = 200
 LISTED_VERSIONS = 12
+FAILURES = (
+    GenerationReason.RANK_LOST,
+    GenerationReason.RANK_HUNG,
+    GenerationReason.NODE_LOST,
+    GenerationReason.NODE_EVICTED,
+    GenerationReason.CORRUPTION,
+    GenerationReason.COLLECTIVE_FAILED,
+    GenerationReason.STORE_LOST,
+)
+"""Reasons of regroups that a restart would have been needed for."""
+JUDGEMENTS = (GenerationReason.NODE_EVICTED, GenerationReason.CORRUPTION)
+"""Those that follow from a judgement, which may be taken back."""
 EVICTIONS = (Decision.EVICT, Decision.QUARANTINE, Decision.REPAIR)
 """Decisions after which a node leaves its job."""
+
+ROLLED_BACK = " is rolled back: "
+"""Part of the sentence of a verdict that takes an eviction back (``core.health.eviction``)."""
 
 _RESULTS: dict[JobState, ReceiptResult] = {JobState.FINISHED: "finished", JobState.FAILED: "failed"}
 
@@ -47,12 +62,27 @@ class RestartModel(msgspec.Struct, frozen=True):
 
 
 def repeated_steps(recovery: GenerationRecovery, samples: Sequence[ProgressSample]) -> int | None:
-    """Return how many finished steps were computed again after a recovery; None if the samples do not reach back."""
+    """Return how many finished steps were computed again after a recovery; None if it is not known.
+
+    A surviving rank knows its last finished step. Samples are up to a second old, and may not reach back.
+    """
+    if recovery.restored is not None and recovery.finished_step is not None:
+        return max(0, recovery.finished_step - recovery.restored.step)
     if recovery.restored is None or not samples or samples[0].at > recovery.decided_at:
         return None
     # The newest, not the furthest: an earlier recovery may have gone back.
     newest = [sample.step for sample in samples if sample.at <= recovery.decided_at][-1]
     return max(0, newest - recovery.restored.step)
+
+
+def mistaken_traces(evictions: Iterable[Verdict], later: Iterable[Verdict]) -> frozenset[str]:
+    """Return the traces of the evictions (oldest first) that were rolled back by verdicts among ``later``."""
+    given, mistaken = list(evictions), set[str]()
+    for back in later:
+        if ROLLED_BACK in back.sentence:
+            before = [one for one in given if one.node == back.node and one.at <= back.at]
+            mistaken |= {one.trace for one in before[-1:]}
+    return frozenset(mistaken)
 
 
 def first_step_at(created_at: float, recoveries: Iterable[GenerationRecovery]) -> float:
@@ -69,13 +99,20 @@ def priced_recoveries(
     ended_at: float,
     step_s: float,
     model: RestartModel,
+    mistaken: frozenset[str] = frozenset(),
 ) -> Iterator[ReceiptRecovery]:
-    """Yield each recovery after ``began_at`` with its costs. One that is not complete lasts until ``ended_at``."""
+    """Yield each regroup after ``began_at`` with its costs. One that is not complete lasts until ``ended_at``.
+
+    ``mistaken``: traces of evictions that were rolled back; no restart would have been needed for them.
+    """
     for one in recoveries:
         if one.reason is GenerationReason.FORMED or one.decided_at < began_at:
             continue
         took_s = max(0.0, ended_at - one.decided_at) if one.duration_s is None else one.duration_s
+        if one.after_step is not None and one.phases_s:  # until the boundary, the ranks trained
+            took_s = min(took_s, sum(one.phases_s.values()))
         again = repeated_steps(one, samples)
+        is_failure = one.reason in FAILURES and not (one.reason in JUDGEMENTS and one.trace in mistaken)
         yield ReceiptRecovery(
             generation=one.generation,
             reason=one.reason,
@@ -88,7 +125,9 @@ def priced_recoveries(
             phases_s=one.phases_s,
             repeated_steps=again,
             lost_s=took_s + (again or 0) * step_s,
-            restart_lost_s=model.lost_s(one.decided_at - began_at),
+            restart_lost_s=model.lost_s(one.decided_at - began_at) if is_failure else 0.0,
+            is_failure=is_failure,
+            after_step=one.after_step,
         )
 
 
@@ -144,6 +183,7 @@ def make_receipt(
     until: float,
     gpus: int,
     model: RestartModel,
+    mistaken: frozenset[str] = frozenset(),
 ) -> JobReceipt:
     """Return the receipt of a job as of ``until``, or of its end if that is earlier.
 
@@ -155,6 +195,7 @@ def make_receipt(
         until: Wall seconds; what was decided later is left out.
         gpus: Number of GPUs on its nodes.
         model: The restarts to compare with.
+        mistaken: Traces of evictions that were rolled back.
     """
     job = detail.summary
     result = _RESULTS.get(job.state, "running")
@@ -164,8 +205,17 @@ def make_receipt(
     step_s = job.step_s or next((one.step_s for one in reversed(samples) if one.step_s), 0.0)
     loss = next((one.loss for one in reversed(samples) if one.loss is not None), None) if job.loss is None else job.loss
     priced = tuple(
-        priced_recoveries(generations, samples, began_at=began_at, ended_at=ended_at, step_s=step_s, model=model)
+        priced_recoveries(
+            generations,
+            samples,
+            began_at=began_at,
+            ended_at=ended_at,
+            step_s=step_s,
+            model=model,
+            mistaken=mistaken,
+        )
     )
+    failures = sum(one.is_failure for one in priced)
     return JobReceipt(
         format=RECEIPT_FORMAT,
         job=job.job,
@@ -182,7 +232,9 @@ def make_receipt(
         nodes=job.nodes,
         gpus=gpus,
         sizes=tuple(world_sizes(generations)),
-        recovery_count=len(priced),
+        recovery_count=failures,
+        other_regroups=len(priced) - failures,
+        is_stopped=job.is_stopped,
         recoveries=priced[-LISTED_RECOVERIES:],
         evictions=tuple(evictions(verdicts)),
         committed=job.committed,

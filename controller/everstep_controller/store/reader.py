@@ -132,6 +132,17 @@ def verdicts_of_traces(
     return list(connection.execute(select(columns.doc).where(*wanted).order_by(columns.at)).scalars())
 
 
+VERDICTS_READ = 1000  # newest verdicts of a decision that are read at once
+
+
+def verdicts_of_decision(connection: Connection, decision: str, *, since: float, until: float) -> list[str]:
+    """Return the newest verdicts (JSON) with this decision, given in this time, oldest first."""
+    columns = tables.verdicts.c
+    wanted = (columns.at >= since, columns.at <= until, columns.decision == decision)
+    newest = select(columns.doc).where(*wanted).order_by(desc(columns.at)).limit(VERDICTS_READ)
+    return list(connection.execute(newest).scalars())[::-1]
+
+
 def find_verdict(connection: Connection, verdict: str) -> str | None:
     """Return the verdict with this id (JSON), or None."""
     doc: str | None = connection.execute(select(tables.verdicts.c.doc).where(tables.verdicts.c.id == verdict)).scalar()

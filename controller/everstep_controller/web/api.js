@@ -176,7 +176,7 @@ const eventOf = (one) => ({
 
 const jobOf = (one) => ({
   name: one.job,
-  state: one.state,
+  state: one.is_stopped ? "stopped" : one.state,
   generation: one.generation || 0,
   ranks: one.world_size || 0,
   nodes: one.nodes || 0,
@@ -200,6 +200,7 @@ const recoveryOf = (one) => ({
   resumed: one.resumed_ranks || 0,
   ranks: one.world_size || 0,
   phases: one.phases_s || {},
+  afterStep: one.after_step ?? null,
 });
 
 // ---- queries

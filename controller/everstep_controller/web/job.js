@@ -269,6 +269,10 @@ function RankHeat({ job }) {
 
 const ROW = 24;
 
+const REST_COLOURS = { directives: "var(--line)", boundary: "var(--good-bg)" };
+const restWords = (phase, one) =>
+  ({ directives: "directives and reports on their way", boundary: `all ranks train on until step ${one.afterStep}` })[phase];
+
 export function Gantt({ recoveries, width }) {
   const rows = recoveries.slice(-24).reverse();
   const lengthOf = (one) => Math.max(one.durationS || 0, sum(Object.values(one.phases)));
@@ -284,16 +288,17 @@ export function Gantt({ recoveries, width }) {
       let x = left;
       const y = 6 + index * ROW;
       const known = sum(Object.values(one.phases));
-      // What ranks did before their first phase and after the slowest one is not in the phases.
       const rest = Math.max(0, (one.durationS || 0) - known);
-      const parts = [...PHASES.filter((phase) => one.phases[phase]).map((phase) => [phase, one.phases[phase]]), ["", rest]];
+      const phases = PHASES.filter((phase) => one.phases[phase]).map((phase) => [phase, one.phases[phase]]);
+      // Up to a boundary the ranks train on; else the rest is the time that directives and reports take.
+      const parts = one.afterStep === null ? [...phases, ["directives", rest]] : [["boundary", rest], ...phases];
       return html`<g key=${one.generation}>
         <a href=${link("incident", one.trace)}><text class="ink" x="0" y=${y + 13}>g${one.generation} ${width < 560 ? "" : one.reason.replace(/_/g, " ")}</text></a>
         ${parts.map(([phase, length]) => {
           const from = x;
           x += length * scale;
-          return length * scale > 0.3 && html`<rect key=${phase} x=${from} y=${y} width=${length * scale} height="16" rx="1.5" style=${{ fill: phase ? phaseColour(phase) : "var(--line)" }}>
-            <title>${phase ? PHASE_WORDS[phase] || phase : "not in a phase"}: ${seconds(length)}</title></rect>`;
+          return length * scale > 0.3 && html`<rect key=${phase} x=${from} y=${y} width=${length * scale} height="16" rx="1.5" style=${{ fill: REST_COLOURS[phase] || phaseColour(phase) }}>
+            <title>${restWords(phase, one) || PHASE_WORDS[phase] || phase}: ${seconds(length)}</title></rect>`;
         })}
         <text class="ink" x=${left + lengthOf(one) * scale + 6} y=${y + 13}>${one.durationS === null ? `… ${one.resumed}/${one.ranks}` : seconds(one.durationS)}</text>
       </g>`;
@@ -304,7 +309,8 @@ export function Gantt({ recoveries, width }) {
 const sum = (values) => values.reduce((total, value) => total + value, 0);
 
 export const PhaseKeys = ({ recoveries }) => html`<p class="keys">${PHASES.filter((phase) => recoveries.some((one) => one.phases[phase])).map((phase) => html`<span key=${phase}><i style=${{ background: phaseColour(phase) }}></i>${PHASE_WORDS[phase] || phase}</span>`)}
-  <span><i style=${{ background: "var(--line)" }}></i>not in a phase</span></p>`;
+  ${recoveries.some((one) => one.afterStep !== null) && html`<span><i style=${{ background: REST_COLOURS.boundary }}></i>training on until the boundary</span>`}
+  <span><i style=${{ background: REST_COLOURS.directives }}></i>directives and reports</span></p>`;
 
 function Recoveries({ recoveries }) {
   const [box, width] = useWidth();

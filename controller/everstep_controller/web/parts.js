@@ -38,7 +38,7 @@ export const NodeState = ({ state }) => html`<span class="state"><${StateMark} s
 
 export const Chip = ({ kind = "", children, title }) => html`<span class="chip ${kind}" title=${title}>${children}</span>`;
 
-const JOB_KINDS = { running: "good", forming: "note", paused: "bad", failed: "bad", finished: "" };
+const JOB_KINDS = { running: "good", forming: "note", paused: "bad", failed: "bad", finished: "", stopped: "" };
 export const JobState = ({ state }) => html`<${Chip} kind=${JOB_KINDS[state] || ""}>${state}<//>`;
 
 // ---- words

@@ -170,6 +170,8 @@ class GenerationRecovery(Message, frozen=True, kw_only=True):
         duration_s: Seconds of the recovery; None while a rank has not resumed.
         resumed_ranks: Number of ranks that reported their first step.
         phases_s: The slowest rank's seconds, by phase.
+        finished_step: The last step that a surviving rank had finished before; None if it is not known.
+        after_step: The boundary up to which ranks trained on after the decision; None if they stopped at once.
     """
 
     generation: GenerationNumber
@@ -182,6 +184,8 @@ class GenerationRecovery(Message, frozen=True, kw_only=True):
     resumed_ranks: int = 0
     world_size: int = 0
     phases_s: dict[str, float] = {}
+    finished_step: int | None = None
+    after_step: int | None = None
 
 
 class RankStatus(Message, frozen=True, kw_only=True):
@@ -198,7 +202,8 @@ class RankStatus(Message, frozen=True, kw_only=True):
 
 class JobSummary(Message, frozen=True, kw_only=True):
     """One line about a job. ``step`` is the newest that all ranks finished; ``until_step`` the last one that they will
-    make, 0 if it is not known. ``audited``: the newest version that audits have verified."""
+    make, 0 if it is not known. ``audited``: the newest version that audits have verified. ``is_stopped``: an operator
+    ended it; its ``state`` is ``failed``."""
 
     job: JobId
     state: JobState
@@ -214,6 +219,7 @@ class JobSummary(Message, frozen=True, kw_only=True):
     reason: str = ""
     until_step: int = 0
     audited: Version | None = None
+    is_stopped: bool = False
 
 
 class JobDetail(Message, frozen=True, kw_only=True):

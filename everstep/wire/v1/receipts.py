@@ -22,8 +22,11 @@ class ReceiptRecovery(Message, frozen=True, kw_only=True):
         ranks: Number of ranks after it.
         phases_s: The slowest rank's seconds, by phase.
         repeated_steps: Finished steps that were computed again; None if the history of progress does not reach back.
-        lost_s: Seconds lost, with those of repeated steps.
-        restart_lost_s: Seconds that a restart from a checkpoint would have lost.
+        lost_s: Seconds lost, with those of repeated steps. Of a regroup at a boundary, only the seconds after it.
+        restart_lost_s: Seconds that a restart from a checkpoint would have lost; 0 if ``is_failure`` is false.
+        is_failure: A loss or an eviction. Growth, drains, placement and preemption are none, and neither is a regroup
+            for an eviction that was rolled back.
+        after_step: The boundary up to which ranks trained on after the decision; None if they stopped at once.
     """
 
     generation: GenerationNumber
@@ -38,6 +41,8 @@ class ReceiptRecovery(Message, frozen=True, kw_only=True):
     repeated_steps: int | None = None
     lost_s: float = 0.0
     restart_lost_s: float = 0.0
+    is_failure: bool = True
+    after_step: int | None = None
 
 
 class ReceiptEviction(Message, frozen=True, kw_only=True):
@@ -62,14 +67,14 @@ class WorldSize(Message, frozen=True, kw_only=True):
 
 
 class FailureCosts(Message, frozen=True, kw_only=True):
-    """What recoveries cost, and what restarts of the whole job would have cost instead.
+    """What regroups cost, and what restarts of the whole job would have cost instead of those after failures.
 
     A restart takes ``restart_s``, and repeats the work since the last multiple of ``checkpoint_interval_s``. Rank
     seconds are seconds times ranks; a rank has one GPU, if any.
 
     Attributes:
         stepping_s: Seconds since the first step, recoveries included.
-        lost_s: Seconds lost to recoveries, with those of repeated steps.
+        lost_s: Seconds lost to regroups, with those of repeated steps.
         effective_share: Share of ``stepping_s`` that was not lost; None before the first step.
     """
 
@@ -102,7 +107,9 @@ class JobReceipt(Message, frozen=True, kw_only=True):
         loss: The loss reported last.
         gpus: Number of GPUs on the job's nodes. Without any, rank seconds are not GPU seconds.
         sizes: Each change of the number of ranks.
-        recovery_count: Number of recoveries; ``recoveries`` has the newest of them.
+        recovery_count: Number of recoveries; ``recoveries`` has the newest of them, and of the other regroups.
+        other_regroups: Number of regroups that followed from no failure.
+        is_stopped: An operator ended the job; its ``result`` is ``failed``.
         evictions: Nodes that left by a verdict, oldest first.
         versions: Versions that can be restored later.
         release: Release of Everstep.
@@ -130,6 +137,13 @@ class JobReceipt(Message, frozen=True, kw_only=True):
     verified: Version | None = None
     versions: tuple[CheckpointCopy, ...] = ()
     release: str = ""
+    other_regroups: int = 0
+    is_stopped: bool = False
+
+    @property
+    def outcome(self) -> str:
+        """The result in a word for people: ``stopped`` if an operator ended the job."""
+        return "stopped" if self.is_stopped else self.result
 
     @property
     def duration_s(self) -> float:

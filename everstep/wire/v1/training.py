@@ -428,6 +428,7 @@ class Resumed(Report, frozen=True, kw_only=True, tag=True):
         phases_s: Seconds of each phase, in sequence: start (of a process without a standby), abort, teardown, wait,
             rendezvous, build (the training function up to ``run.track``), restore, plan (of snapshots) and first_step.
             compile is the time of torch.compile in the first step, and is not counted in first_step.
+        finished_step: The last step that this process had finished before the generation; None for a new process.
     """
 
     generation: GenerationNumber
@@ -435,16 +436,23 @@ class Resumed(Report, frozen=True, kw_only=True, tag=True):
     step: SafeInt
     restored: Version | None
     phases_s: dict[str, float]
+    finished_step: SafeInt | None = None
 
 
 class UserError(Report, frozen=True, kw_only=True, tag=True):
-    """The training function raised an exception of its own."""
+    """The training function raised an exception of its own.
+
+    Attributes:
+        step: The last finished step.
+        started_step: The last step that the rank began in this generation, 0 before the first; None if unknown.
+    """
 
     generation: GenerationNumber
     rank: Rank
     step: SafeInt
     error: ShortText
     traceback: LongText
+    started_step: SafeInt | None = None
 
 
 class RankFinished(Report, frozen=True, kw_only=True, tag=True):
@@ -454,6 +462,7 @@ class RankFinished(Report, frozen=True, kw_only=True, tag=True):
         step: The last finished step.
         started_step: The last step that the rank began, which a ``break`` leaves unfinished; None if unknown.
         collectives: Number of collectives entered in this generation; None if unknown.
+        loss: The loss that the rank reported last; None if it reported none.
     """
 
     generation: GenerationNumber
@@ -461,6 +470,7 @@ class RankFinished(Report, frozen=True, kw_only=True, tag=True):
     step: SafeInt
     started_step: SafeInt | None = None
     collectives: SafeInt | None = None
+    loss: float | None = None
 
 
 class PeerConnectionLost(Report, frozen=True, kw_only=True, tag=True):

@@ -407,6 +407,7 @@ class GenerationSession(TrainingSession):
                 step=step,
                 restored=self._restored,
                 phases_s=phases,
+                finished_step=self.progress.finished_before or None,
             )
         )
         self.on_first_step()

@@ -97,6 +97,7 @@ class StepProgress:
         self.finished_step = 0  # steps count from 1
         self.begun_step = 0  # in this generation; before the first, the restored step or 0
         self.finished_steps_here = 0
+        self.finished_before = 0  # the last step that this process had finished before this generation
         self.until_step = 0  # the last step that the training function asked for; 0 if it did not say
         self.snapshot_every = 1  # 0 if only versions to be committed are stored
         self.loss = LatestLoss()
@@ -117,6 +118,7 @@ class StepProgress:
         self.world_size, self.uses_gpu = world_size, uses_gpu
         self.begun_step = 0  # first: the signal thread must not take it for a step of the new generation
         self.generation = generation
+        self.finished_before = self.finished_step
         self.finished_steps_here = 0
         self._sections = []
         self._before_s = self.median_step_s

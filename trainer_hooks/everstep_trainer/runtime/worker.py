@@ -353,7 +353,8 @@ class Worker:
     def _finished(self, spec: GenerationSpec, member: Member) -> None:
         """Report the return. The group stays until all ranks are done: peers may still read what this rank sent."""
         begun, count = self._progress.begun_step, self._progress.collective_count
-        self._report(RankFinished, spec, member, started_step=begun, collectives=count)
+        loss = self._progress.loss.wait()
+        self._report(RankFinished, spec, member, started_step=begun, collectives=count, loss=loss)
         order = self._directives.wait_next(spec.number)
         self._timeline = PhaseTimeline()
         if not isinstance(order, StopJob):
@@ -395,7 +396,7 @@ class Worker:
     def _report_user_error(self, spec: GenerationSpec, member: Member, error: str, trace: str) -> None:
         """Report the training function's own error and wait for the decision about the job, or raise SystemExit."""
         _show(trace)
-        self._report(UserError, spec, member, error=error, traceback=trace)
+        self._report(UserError, spec, member, error=error, traceback=trace, started_step=self._progress.begun_step)
         if self._directives.wait_next(spec.number, self._settings.job_decision_timeout_s) is None:
             logger.error("no decision about the job arrived: exiting", extra=self._extra(spec))
             raise SystemExit(1)

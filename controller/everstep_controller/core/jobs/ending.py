@@ -65,11 +65,19 @@ def handle_rank_finished(transition: Transition, job: JobRecord, node: str, repo
         job.progress.last_begun = report.started_step
         if report.collectives is not None:
             job.progress.returned_collectives[report.rank] = report.collectives
+        _record_loss(job, report)
         transition.mark_job_changed(job.job)
     if check_equal_steps(transition, job):
         return
     if len(job.progress.finished_ranks) == running.world_size:
         _end(transition, job, JobState.FINISHED, f"all {running.world_size} rank(s) finished at step {report.step}")
+
+
+def _record_loss(job: JobRecord, report: RankFinished) -> None:
+    """Keep the last step's loss of the lowest rank that reports one, so that equal runs end with equal losses."""
+    known = job.progress.ended_loss
+    if report.loss is not None and (known is None or report.rank <= known[0]):
+        job.progress.ended_loss = report.rank, report.loss
 
 
 def _has_unequal_end(transition: Transition, job: JobRecord, report: RankFinished) -> bool:

@@ -183,7 +183,7 @@ def handle_user_error(transition: Transition, job: JobRecord, node: str, report:
     if not running.has_rank_on(node, report.rank):
         transition.count_ignored("user_error.not_a_member")
         return
-    sentence = f"the training function raised on rank {report.rank} ({node}) at step {report.step}: {report.error}"
+    sentence = f"the training function raised on rank {report.rank} ({node}) {_describe_step(report)}: {report.error}"
     data = {"rank": str(report.rank), "error": report.error, "traceback": report.traceback}
     transition.audit("user_error", sentence, node=node, job=job.job, generation=report.generation, data=data)
     before = job.failures.user_errors.setdefault(report.error[:MAX_ERROR_CHARS], node)
@@ -198,6 +198,15 @@ def handle_user_error(transition: Transition, job: JobRecord, node: str, report:
     else:
         job.progress.ended_step = report.step
         ending.fail_job(transition, job, sentence)
+
+
+def _describe_step(report: UserError) -> str:
+    """Return the step that the script was in, which is one further than the last finished one."""
+    if report.started_step is None:  # from an earlier release
+        return f"at step {report.step}"
+    if report.started_step > report.step:
+        return f"in step {report.started_step}"
+    return f"after step {report.step}" if report.step else "before its first step"
 
 
 def resize_job(transition: Transition, job: JobRecord, size: int, actor: str) -> None:

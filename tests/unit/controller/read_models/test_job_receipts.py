@@ -8,11 +8,18 @@ from typing import Any
 
 import msgspec
 import pytest
-from everstep_controller.read_models.receipts import RestartModel, make_receipt, repeated_steps
+from everstep_controller.read_models.receipts import (
+    RestartModel,
+    make_receipt,
+    mistaken_traces,
+    priced_recoveries,
+    repeated_steps,
+)
 from starlette.testclient import TestClient
 
 from everstep.ids import Version
-from everstep.vocabulary import GenerationReason, JobState
+from everstep.receipts.text import describe_rest, summary_lines
+from everstep.vocabulary import Action, Decision, GenerationReason, JobState, Verdict
 from everstep.wire.v1.operator import GenerationRecovery, JobDetail, JobSummary, ProgressSample
 from everstep.wire.v1.receipts import JobReceipt
 from everstep.wire.v1.training import FindingRaised, JobSpec, RankFinished, RankLost, RankProgress
@@ -86,6 +93,73 @@ def test_repeated_steps_are_unknown_without_earlier_samples() -> None:
     assert repeated_steps(recovery(2, 1110.0, 2.0, restored=Version(1, 40)), late) is None
     assert repeated_steps(recovery(2, 1110.0, 2.0), late) is None
     assert made(detail(recovery(2, 1110.0, 2.0))).recoveries[0].lost_s == 2.0
+
+
+def test_repeated_steps_come_from_surviving_ranks() -> None:
+    told = detail(recovery(2, 1110.0, 2.0, restored=Version(1, 40), finished_step=49))
+    (one,) = made(told, (1050.0, 20), (1109.0, 46)).recoveries
+    assert one.repeated_steps == 9
+
+
+@pytest.mark.parametrize("reason", ["growth", "operator", "placement", "priority", "straggler"])
+def test_planned_regroups_are_not_priced_as_failures(reason: str) -> None:
+    receipt = made(detail(recovery(2, 1110.0, 2.0), recovery(3, 1210.0, 3.0, reason=GenerationReason(reason))))
+    assert (receipt.recovery_count, receipt.other_regroups) == (1, 1)
+    assert [(one.is_failure, one.restart_lost_s) for one in receipt.recoveries] == [(True, 160.0), (False, 0.0)]
+    assert (receipt.costs.lost_s, receipt.costs.restart_lost_s) == (5.0, 160.0)
+
+
+def test_rolled_back_eviction_is_not_priced() -> None:
+    def verdict(decision: Decision, at: float, sentence: str, trace: str) -> Verdict:
+        return Verdict(
+            id=trace,
+            node="n2",
+            decision=decision,
+            sentence=sentence,
+            action=Action.NONE,
+            evidence=(),
+            at=at,
+            trace=trace,
+        )
+
+    evicted = [verdict(Decision.EVICT, at, "n2: XID 79; evicted", f"t{at:.0f}") for at in (1100.0, 1200.0)]
+    back = verdict(Decision.CORRELATED, 1230.0, "the eviction of n2 is rolled back: 10 of 40 nodes show it", "t9")
+    spared = verdict(Decision.CORRELATED, 1900.0, "n2: XID 79; not evicted: 10 nodes", "t10")
+    mistaken = mistaken_traces(evicted, [back, spared])
+    assert mistaken == {"t1200"}
+    regroups = [
+        recovery(2, 1100.0, 2.0, reason=GenerationReason.NODE_EVICTED, trace="t1100"),
+        recovery(3, 1200.0, 2.0, reason=GenerationReason.NODE_EVICTED, trace="t1200"),
+        recovery(4, 1201.0, 2.0, reason=GenerationReason.RANK_LOST, trace="t1200"),
+    ]
+    model = RestartModel()
+    priced = priced_recoveries(
+        regroups, [], began_at=1000.0, ended_at=2000.0, step_s=0.5, model=model, mistaken=mistaken
+    )
+    assert [one.is_failure for one in priced] == [True, False, True]
+
+
+def test_training_up_to_a_boundary_is_not_lost() -> None:
+    evicted = recovery(
+        2,
+        1110.0,
+        0.5,
+        reason=GenerationReason.NODE_EVICTED,
+        phases_s={"rendezvous": 0.1, "restore": 0.05},
+        after_step=46,
+    )
+    (one,) = made(detail(evicted)).recoveries
+    assert one.duration_s == 0.5
+    assert one.lost_s == pytest.approx(0.15)
+    assert describe_rest(one) == "all ranks train on until step 46"
+
+
+def test_stopped_job_is_stopped_and_not_failed() -> None:
+    told = detail(state=JobState.FAILED)
+    told = msgspec.structs.replace(told, summary=msgspec.structs.replace(told.summary, is_stopped=True))
+    receipt = made(told)
+    assert (receipt.result, receipt.outcome) == ("failed", "stopped")
+    assert summary_lines(receipt)[0].startswith("job j stopped at step 60: ")
 
 
 def test_incomplete_recovery_lasts_until_the_end() -> None:

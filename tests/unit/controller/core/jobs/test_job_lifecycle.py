@@ -11,11 +11,12 @@ from everstep_controller.core import policy as policy_module
 from everstep_controller.core.effects import PutJob
 from everstep_controller.core.engine import HeartbeatResult
 from everstep_controller.core.events import DatabaseAvailabilityChanged, OperatorAction
+from everstep_controller.read_models.fleet_views import job_summary
 
 from everstep.ids import Version
 from everstep.vocabulary import JobState
 from everstep.wire.v1.directives import NewGeneration, StopJob, VersionNotice
-from everstep.wire.v1.training import RestoreRule
+from everstep.wire.v1.training import RankProgress, RestoreRule
 from tests.support.core_fleet import CoreFleet, audits, generations, sent
 
 # --- forming -----------------------------------------------------------------------------------------------------
@@ -354,3 +355,37 @@ def test_returning_node_does_not_rewrite_finished_jobs() -> None:
     fleet.register("n1")
     assert not [effect for effect in fleet.effects[before:] if isinstance(effect, PutJob)]
     assert fleet.state.node_runtime["n1"].launcher_rejoin_due is None
+
+
+# --- what is said of an end --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("started", "words"), [(4, "in step 4"), (3, "after step 3"), (None, "at step 3")])
+def test_user_error_names_the_step_that_the_script_was_in(started: int | None, words: str) -> None:
+    fleet = CoreFleet()
+    fleet.start(2, min_nodes=2)
+    fleet.raise_user_error(1, started=started)
+    assert fleet.job().status.sentence == f"the training function raised on rank 1 (n2) {words}: ValueError: bad batch"
+
+
+def test_job_that_an_operator_ends_is_stopped() -> None:
+    fleet = CoreFleet()
+    fleet.start(2, min_nodes=2)
+    effects = fleet.order(OperatorAction.STOP_JOB, job="job")
+    assert audits(effects, "job.stopped") == ["stopped by ada: because"]
+    assert audits(effects, "job.failed") == []
+    assert job_summary(fleet.state, fleet.job()).is_stopped
+    assert all(not stop.ok for stop in sent(effects, StopJob).values())
+
+
+def test_last_loss_is_that_of_the_last_step_of_the_lowest_rank() -> None:
+    fleet = CoreFleet()
+    fleet.start(2, min_nodes=2)
+    spec = fleet.spec()
+    old = RankProgress(job="job", generation=spec.number, rank=0, step=7, step_s=0.1, loss=0.9)
+    fleet.touch(spec.node_of(0), old)
+    fleet.finish(1, begun=9, losses={1: 0.21})
+    assert job_summary(fleet.state, fleet.job()).loss == 0.9
+    fleet.finish(0, begun=9, losses={0: 0.2})
+    assert fleet.job_state() is JobState.FINISHED
+    assert job_summary(fleet.state, fleet.job()).loss == 0.2
