@@ -362,9 +362,21 @@ def job(detail: op.JobDetail, now: float) -> RenderableType:
         parts.append(Text(f"spares: {', '.join(detail.spares)}"))
     if detail.ineligible_nodes:
         parts.append(_pairs(*((f"{node} waits", why) for node, why in detail.ineligible_nodes.items())))
+    parts.append(_audits(detail.audits))
     if detail.recoveries:
         parts.append(recoveries(detail.recoveries, now))
     return Group(*parts)
+
+
+def _audits(audits: op.JobAudits) -> RenderableType:
+    """Render what audits check, and what they do not cover."""
+    only = " (report only)" if audits.preset != "off" and audits.mode == "report" else ""
+    lines = [("audits", f"{audits.preset}{only}")]
+    lines += [(f"audit {link} is off", why) for link, why in audits.off.items()]
+    lines += [("not compared", why) for why in audits.not_compared]
+    lines += [("reported", sentence) for sentence in audits.reports]
+    lines += [("withdrawn", sentence) for sentence in audits.withdrawn]
+    return _pairs(*lines)
 
 
 def recoveries(found: Iterable[op.GenerationRecovery], now: float) -> RenderableType:

@@ -40,6 +40,7 @@ def render_page(receipt: JobReceipt) -> str:
         f'<h1>{escape(receipt.job)} <span class="{kind}">{receipt.outcome}</span></h1>\n'
         f'<p class="lead">{escape(receipt.sentence)}<br>{began} to {ended}, Everstep {escape(receipt.release)}</p>\n'
         f"{_cards(receipt)}\n{_strip(receipt)}\n{_recoveries(receipt)}\n{_evictions(receipt)}\n"
+        f"{_audit_notes(receipt)}\n"
         f"{_sizes(receipt)}\n{_versions(receipt)}\n"
         "</body></html>\n"
     )
@@ -169,6 +170,13 @@ def _evictions(receipt: JobReceipt) -> str:
         for one in receipt.evictions
     ]
     return f"<h2>Evictions</h2>{_table('node|>after|decision|rule|evidence', rows)}"
+
+
+def _audit_notes(receipt: JobReceipt) -> str:
+    if not receipt.audit_notes:
+        return ""
+    rows = [f'<tr><td class="sentence">{escape(note)}</td></tr>' for note in receipt.audit_notes]
+    return f"<h2>Audits</h2>{_table('note', rows)}"
 
 
 def _sizes(receipt: JobReceipt) -> str:

@@ -7,6 +7,7 @@ from everstep.wire.v1.receipts import JobReceipt, ReceiptEviction, ReceiptRecove
 MAX_LISTED_RECOVERIES = 20
 """Recoveries that a receipt's lines name: the newest."""
 MAX_LISTED_EVICTIONS = 10
+MAX_LISTED_NOTES = 4
 MAX_SENTENCE_CHARS = 160
 
 
@@ -148,5 +149,6 @@ def _figure_lines(receipt: JobReceipt) -> list[str]:
         lost, saved = format_work(receipt, costs.lost_rank_s), format_work(receipt, costs.saved_rank_s)
         lines.append(f"  {lost} lost; {saved} saved against {comparison(receipt)}")
     lines += [f"  {describe_eviction(one)}" for one in receipt.evictions[-MAX_LISTED_EVICTIONS:]]
+    lines += [f"  {one_line(note)}" for note in receipt.audit_notes[-MAX_LISTED_NOTES:]]
     lines += [f"  kept: version {one.version} at {one.url}" for one in receipt.versions if one.url][:1]
     return lines

@@ -600,7 +600,8 @@ class Run:
                 without. The error comes from ``track`` or, if an optimizer has no state yet, before the second step
                 changes anything.
             sdc: How thoroughly the ranks check each other's work for silent corruption: "off", "light" (0.7 % of a
-                step), "standard" (3 %) or "paranoid" (20 %). Default: as ``everstep-launch --sdc`` says.
+                step), "standard" (3 %) or "paranoid" (20 %). Default: as ``everstep-launch --sdc`` says. The launcher's
+                ``--sdc-mode`` says what follows from a difference.
             sdc_links: Changes to single links of that preset, such as ``{"peer_replay": {"interval": 10}}``, which
                 audits every 10 steps, ``{"matmul": {"share": 0.01}}`` or ``{"state": None}`` (off).
             objects: The objects, by name.
@@ -615,6 +616,11 @@ class Run:
         if isinstance(exclude, str):
             raise TypeError(f"exclude takes a list of patterns: exclude=[{exclude!r}]")
         audits = self._choose_audits(link_options(sdc or self._session.sdc_preset, sdc_links))
+        if audits and sdc is not None and self._session.sdc_mode == "report" and self.rank == 0:
+            log.warning(
+                "sdc=%r of run.track: audits only report; `everstep-launch --sdc-mode enforce` acts on differences",
+                sdc,
+            )
         choices = SnapshotOptions(
             copy_audits=audits.get(AuditLink.CHECKPOINT),
             exclude=tuple(exclude),
@@ -684,7 +690,7 @@ class Run:
         self._audits = build_chain(options, setup, self._finished_step + 1, self._session.report_clean_audits)
 
     def _report_mismatch(self, mismatch: Mismatch) -> None:
-        if self._audits is not None:
+        if self._audits is not None and not mismatch.clears_owner:
             self._audits.record_mismatch()
         self._session.report_mismatch(mismatch)
 

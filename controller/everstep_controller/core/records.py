@@ -574,6 +574,8 @@ class JobFailures(msgspec.Struct, kw_only=True):
     """Last finished step of the last regroup because all ranks waited in collectives."""
 
 
+MAX_AUDIT_NOTES = 8
+"""Maximum number of reports, and of withdrawn suspicions, that a job's record keeps."""
 MAX_KIND_PAIRS = 16
 """Maximum number of pairs of kinds that are named."""
 
@@ -583,6 +585,10 @@ class JobAudits(msgspec.Struct, kw_only=True):
 
     off: dict[AuditLink, str] = {}
     """Why each of them is off, as a sentence for people."""
+    reports: list[str] = []
+    """Newest differences of a job whose audits only report."""
+    withdrawn: list[str] = []
+    """Newest suspicions against nodes that were withdrawn."""
     not_compared: dict[str, str] = {}
     """Pairs of kinds of nodes whose results were not compared, each with a sentence for people. At most
     ``MAX_KIND_PAIRS``."""

@@ -419,6 +419,8 @@ class AuditRuntime(msgspec.Struct):
     """Open cases."""
     judged: dict[AuditKey, None] = {}
     """Newest judged cases; further statements about them change nothing."""
+    reported_at: float = 0.0
+    """Time of the last report that names no node."""
     judged_groups: dict[AuditGroup, JudgedGroup] = {}
     """Newest groups with a judged case."""
     clean_steps: dict[Rank, int] = {}

@@ -509,6 +509,19 @@ def job_detail(context: ViewContext, job: str) -> op.JobDetail:
         ineligible_nodes=ineligible_nodes(context.state, record),
         created_at=record.progress.created_at,
         since=record.status.since,
+        audits=_job_audits(record),
+    )
+
+
+def _job_audits(record: JobRecord) -> op.JobAudits:
+    found = record.audits
+    return op.JobAudits(
+        preset=record.spec.sdc,
+        mode=record.spec.sdc_mode,
+        off=found.off,
+        not_compared=tuple(found.not_compared.values()),
+        reports=tuple(found.reports),
+        withdrawn=tuple(found.withdrawn),
     )
 
 

@@ -11,7 +11,7 @@ import msgspec
 
 from everstep import __version__
 from everstep.vocabulary import Decision, GenerationReason, JobState, Verdict
-from everstep.wire.v1.operator import GenerationRecovery, JobDetail, ProgressSample
+from everstep.wire.v1.operator import GenerationRecovery, JobAudits, JobDetail, ProgressSample
 from everstep.wire.v1.operator_history import CheckpointCopy
 from everstep.wire.v1.receipts import (
     RECEIPT_FORMAT,
@@ -174,6 +174,14 @@ def evictions(verdicts: Iterable[Verdict]) -> Iterator[ReceiptEviction]:
         )
 
 
+def audit_notes(audits: JobAudits) -> Iterator[str]:
+    """Yield what audits said that no eviction shows: withdrawn suspicions, reports, and audits that are off."""
+    yield from audits.withdrawn
+    yield from audits.reports
+    yield from audits.off.values()
+    yield from audits.not_compared
+
+
 def make_receipt(
     detail: JobDetail,
     samples: Sequence[ProgressSample],
@@ -237,6 +245,7 @@ def make_receipt(
         is_stopped=job.is_stopped,
         recoveries=priced[-LISTED_RECOVERIES:],
         evictions=tuple(evictions(verdicts)),
+        audit_notes=tuple(audit_notes(detail.audits)),
         committed=job.committed,
         verified=job.verified,
         versions=tuple(versions[:LISTED_VERSIONS]),

@@ -11,10 +11,10 @@ from typing import Annotated, Literal
 import msgspec
 
 from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, Rank, TraceId, Version
-from everstep.vocabulary import Finding, GenerationReason, JobState, NodeState, Verdict
+from everstep.vocabulary import AuditLink, Finding, GenerationReason, JobState, NodeState, Verdict
 from everstep.wire.v1.agent import UNKNOWN_HOST, Domain, Gpu, Host
 from everstep.wire.v1.base import Message, OperatorRequest, ShortText
-from everstep.wire.v1.training import GenerationSpec, JobSpec, Member
+from everstep.wire.v1.training import GenerationSpec, JobSpec, Member, SdcMode, SdcPreset
 
 
 class ReasonOnlyRequest(OperatorRequest, frozen=True, kw_only=True):
@@ -222,6 +222,24 @@ class JobSummary(Message, frozen=True, kw_only=True):
     is_stopped: bool = False
 
 
+class JobAudits(Message, frozen=True, kw_only=True):
+    """Audits of a job: what they may do, and what they do not cover.
+
+    Attributes:
+        off: Audits that are off for the rest of the job, and why.
+        not_compared: Nodes whose results are not compared, and why.
+        reports: Newest differences, if audits only report.
+        withdrawn: Newest suspicions against nodes that were withdrawn.
+    """
+
+    preset: SdcPreset = "off"
+    mode: SdcMode = "enforce"
+    off: dict[AuditLink, str] = {}
+    not_compared: tuple[str, ...] = ()
+    reports: tuple[str, ...] = ()
+    withdrawn: tuple[str, ...] = ()
+
+
 class JobDetail(Message, frozen=True, kw_only=True):
     """Everything known about a job. ``recoveries`` are oldest first.
 
@@ -241,6 +259,7 @@ class JobDetail(Message, frozen=True, kw_only=True):
     ineligible_nodes: dict[NodeId, str] = {}
     created_at: float = 0.0
     since: float = 0.0
+    audits: JobAudits = JobAudits()
 
 
 class ProgressSample(Message, frozen=True, kw_only=True):

@@ -111,6 +111,7 @@ class JobReceipt(Message, frozen=True, kw_only=True):
         other_regroups: Number of regroups that followed from no failure.
         is_stopped: An operator ended the job; its ``result`` is ``failed``.
         evictions: Nodes that left by a verdict, oldest first.
+        audit_notes: Suspicions that were withdrawn, differences of audits that only report, and audits that are off.
         versions: Versions that can be restored later.
         release: Release of Everstep.
     """
@@ -133,6 +134,7 @@ class JobReceipt(Message, frozen=True, kw_only=True):
     recovery_count: int = 0
     recoveries: tuple[ReceiptRecovery, ...] = ()
     evictions: tuple[ReceiptEviction, ...] = ()
+    audit_notes: tuple[str, ...] = ()
     committed: Version | None = None
     verified: Version | None = None
     versions: tuple[CheckpointCopy, ...] = ()

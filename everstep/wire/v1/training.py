@@ -25,6 +25,9 @@ from everstep.wire.v1.vault_reports import Protection, VersionProtected, Version
 
 SdcPreset = Literal["off", "light", "standard", "paranoid"]
 """How thoroughly the ranks of a job audit each other's work."""
+SdcMode = Literal["report", "enforce"]
+"""What follows from a difference. ``report``: a finding and an event. ``enforce``: also strikes, evictions, and steps
+that are computed again."""
 LongText = Annotated[str, msgspec.Meta(max_length=65536)]
 
 
@@ -53,6 +56,7 @@ class JobSpec(Request, frozen=True, kw_only=True):
         replicas: Number of failure domains that hold each byte of a version.
         digest_interval: Steps between parameter digests (0: none).
         sdc: How thoroughly the ranks audit each other's work (`everstep_trainer.sdc.presets`).
+        sdc_mode: What follows from a difference that audits find.
         hang_threshold_s: Seconds without progress and without signs of work after which a rank counts as hung (None:
             by its step time, at least a minute).
         work_limit_s: Seconds without progress after which a rank counts as hung although it works.
@@ -73,6 +77,7 @@ class JobSpec(Request, frozen=True, kw_only=True):
     replicas: Annotated[int, msgspec.Meta(ge=1, le=8)] = 2
     digest_interval: NonNegativeInt = 1
     sdc: SdcPreset = "off"
+    sdc_mode: SdcMode = "enforce"
     hang_threshold_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
     work_limit_s: Annotated[float, msgspec.Meta(gt=0)] = 1800.0
     max_user_retries: NonNegativeInt = 0
@@ -92,7 +97,7 @@ class JobSpec(Request, frozen=True, kw_only=True):
     @property
     def keeps_audited_version(self) -> bool:
         """Whether the ranks keep the newest version that audits have verified, to go back to it."""
-        return self.sdc in ("standard", "paranoid")
+        return self.sdc in ("standard", "paranoid") and self.sdc_mode == "enforce"
 
 
 class Member(Message, frozen=True, kw_only=True, gc=False):

@@ -46,6 +46,8 @@ IGNORED_FLAGS = {
 """torchrun's flags that are accepted without effect, with the reason that is printed."""
 IGNORED_SWITCHES = frozenset({"run_path", "virtual_local_rank"})
 """Ignored flags that take no value."""
+DEFAULT_SDC: SdcPreset = "off"
+"""Preset of audits of jobs that ask for none."""
 DEFAULT_LINGER_S = 600.0  # long enough for a scheduler or a person to restart a killed launcher
 _NOT_NEGATIVE = """
     max_restarts standbys standby_delay_s digest_interval user_retries join_wait_s grace_s node_rank
@@ -115,9 +117,12 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Number of versions kept at ``spill_to``. 0: all."""
     digest_interval: int = 50
     """Steps between digests of the parameters, besides those of versions to be committed. 0: no digests."""
-    sdc: SdcPreset = "off"
+    sdc: Literal["", "off", "light", "standard", "paranoid"] = ""
     """How thoroughly the ranks check each other's work for silent corruption: light takes up to 0.7 % of a step,
-    standard 3 %, paranoid 20 %. standard and paranoid keep two more versions in memory."""
+    standard 3 %, paranoid 20 %. standard and paranoid keep two more versions in memory. Default: off."""
+    sdc_mode: Literal["", "report", "enforce"] = ""
+    """What follows from a difference: report (a finding and an event), or enforce (steps are computed again, and a node
+    that computes wrongly leaves). Default: enforce if ``sdc`` is given, else report."""
     hang_threshold_s: float | None = None
     """Seconds without progress and without a sign of work (processor, I/O, child processes) before a rank counts as
     hung. Default: 60, or more for long steps."""
@@ -304,7 +309,8 @@ class LaunchOptions(LaunchSettings, frozen=True, kw_only=True):
             join_wait_s=self.join_wait_s,
             replicas=self.replicas,
             digest_interval=self.digest_interval,
-            sdc=self.sdc,
+            sdc=self.sdc or DEFAULT_SDC,
+            sdc_mode=self.sdc_mode or ("enforce" if self.sdc or DEFAULT_SDC == "off" else "report"),
             hang_threshold_s=self.hang_threshold_s,
             work_limit_s=self.work_limit_s,
             max_user_retries=self.user_retries,

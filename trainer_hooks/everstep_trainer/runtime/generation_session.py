@@ -17,7 +17,7 @@ from everstep.ids import Version
 from everstep.vocabulary import AuditLink, Finding, FindingKind, Mode, Severity
 from everstep.wire.v1.directives import VersionNotice
 from everstep.wire.v1.local import ToAgent, WrongProduct
-from everstep.wire.v1.training import AuditsClean, AuditStatement, FindingRaised, Resumed, SdcPreset
+from everstep.wire.v1.training import AuditsClean, AuditStatement, FindingRaised, Resumed, SdcMode, SdcPreset
 from everstep_trainer.importers.source_agreement import SourceAgreement
 from everstep_trainer.memory_tier.vault_client import VaultClient
 from everstep_trainer.restore.restorer import Restoration, make_restore_finding
@@ -110,6 +110,11 @@ class TrainingSession:
     def sdc_preset(self) -> SdcPreset:
         """How thoroughly the job audits its work, unless the training function says otherwise."""
         return "off"
+
+    @property
+    def sdc_mode(self) -> SdcMode:
+        """What follows from a difference that audits find."""
+        return "enforce"
 
     @property
     def audits_off(self) -> Collection[AuditLink]:
@@ -303,6 +308,10 @@ class GenerationSession(TrainingSession):
         return self._spec.spec.sdc
 
     @property
+    def sdc_mode(self) -> SdcMode:
+        return self._spec.spec.sdc_mode
+
+    @property
     def audits_off(self) -> Collection[AuditLink]:
         return self._spec.audits_off
 
@@ -311,12 +320,14 @@ class GenerationSession(TrainingSession):
         return tuple(self._spec.node_of(rank) for rank in range(self._spec.world_size))
 
     def report_mismatch(self, mismatch: Mismatch) -> None:
-        log.error(
-            "audit %s of step %d: %s of rank %d differs%s",
+        log.log(
+            logging.WARNING if mismatch.clears_owner else logging.ERROR,
+            "audit %s of step %d: %s of rank %d %s%s",
             mismatch.link,
             mismatch.step,
             mismatch.unit,
             mismatch.owner,
+            "are those of its samples" if mismatch.clears_owner else "differs",
             f" ({mismatch.difference})" if mismatch.difference else "",
             extra={"generation": self._spec.number, "rank": self.group.member.rank},
         )

@@ -28,6 +28,11 @@ class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
     wrong_results: int = 1
     difference: str = ""
 
+    @property
+    def clears_owner(self) -> bool:
+        """Whether this withdraws an earlier suspicion: the samples, and no GPU, made the gradients stand out."""
+        return self.link is AuditLink.GRADIENT_NORM and bool(self.original) and self.original == self.digest
+
 
 class AuditSetup(msgspec.Struct, frozen=True, kw_only=True):
     """What an audit may know of its generation. ``nodes``: the node of each rank, by number."""

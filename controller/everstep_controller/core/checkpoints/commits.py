@@ -135,7 +135,8 @@ def _settle_version(
         live.commits.verified_version = version
     # past a boundary, ranks keep the earlier commit
     is_candidate = live.commits.candidate_step in (None, version.step) and job.outgoing_generation is None
-    may_commit = not (transition.state.database_outage or live.audits.cases)
+    awaits_audits = bool(live.audits.cases) and job.spec.sdc_mode == "enforce"
+    may_commit = not (transition.state.database_outage or awaits_audits)
     if is_candidate and ballot.safe_ranks == ballot.sealed_ranks and may_commit:
         _commit(transition, job, version, ballot, verified=verified)
     elif is_candidate and job.generation is not None:
@@ -382,9 +383,10 @@ def roll_back_open_cases(transition: Transition, job: JobRecord) -> None:
     spec, ceiling = job.running_generation, job.commits.restore_ceiling
     if spec is None:
         return
+    cases = transition.state.job_runtime[job.job].audits.cases if job.spec.sdc_mode == "enforce" else {}
     open_cases = [
         (case.first_bad_step, f"results of step {case.key.step} differ in an audit that a regrouping cuts short")
-        for case in transition.state.job_runtime[job.job].audits.cases.values()
+        for case in cases.values()
         if case.key.generation == spec.number and case.is_about_parameters
     ]
     reasons = [*open_cases, *_convicted_seats(transition, job, spec)]

@@ -12,7 +12,8 @@ from everstep_controller.core.checkpoints.commits import (
     roll_back_before,
 )
 from everstep_controller.core.health import audits, control_group, offences
-from everstep_controller.core.health.audit_switch import STRIKE_SUBJECT, switch_off
+from everstep_controller.core.health.audit_reports import note_incomparable, report_difference
+from everstep_controller.core.health.audit_switch import STRIKE_SUBJECT, switch_off, withdraw_suspicion
 from everstep_controller.core.health.case_outcomes import (
     evict_divergent,
     explain_ties,
@@ -22,7 +23,7 @@ from everstep_controller.core.health.case_outcomes import (
 )
 from everstep_controller.core.jobs import ending
 from everstep_controller.core.jobs.generations import RegroupCause, regroup
-from everstep_controller.core.records import MAX_KIND_PAIRS, MAX_RECOMPUTED_STEPS, AuditStrike, JobRecord
+from everstep_controller.core.records import MAX_RECOMPUTED_STEPS, AuditStrike, JobRecord
 from everstep_controller.core.state import Accusation, AuditCase, AuditGroup
 from everstep_controller.core.transition import Transition
 from everstep_controller.core.wording import format_span
@@ -64,6 +65,9 @@ def _settle_group(transition: Transition, job: JobRecord, cases: Sequence[AuditC
         sentence = _describe_common_cause(group, judged, known)
         why = f"audit {group.link} of job {job.job} differs on several nodes, so the program is the cause"
         switch_off(transition, job, group, sentence, ranks={one.rank for one in known}, cleared=why)
+    elif job.spec.sdc_mode == "report":
+        for case, judgement in judged:
+            report_difference(transition, job, case, judgement)
     else:
         for case, judgement in judged:
             _settle_audit(transition, job, case, judgement)
@@ -128,19 +132,11 @@ def _settle_audit(transition: Transition, job: JobRecord, case: AuditCase, judge
             _note_inconclusive(transition, job, case, judgement)
         case audits.Suspicion():
             _handle_suspicion(transition, job, case, judgement)
+        case audits.Cleared():
+            node = case.spec.node_of(judgement.rank)
+            withdraw_suspicion(transition, job, node, judgement.sentence, case.key.generation)
         case audits.Incomparable():
-            _note_incomparable(transition, job, case, judgement)
-
-
-def _note_incomparable(transition: Transition, job: JobRecord, case: AuditCase, judgement: audits.Incomparable) -> None:
-    """Say once which kinds of nodes are not compared."""
-    pair, known = " / ".join(sorted(judgement.kinds)), job.audits.not_compared
-    if pair in known or len(known) >= MAX_KIND_PAIRS:
-        return
-    known[pair] = judgement.sentence
-    transition.mark_job_changed(job.job)
-    words = f"audit {case.key.link}: {judgement.sentence}. No node is accused for it"
-    transition.audit("audit.not_compared", words, job=job.job, generation=case.key.generation)
+            note_incomparable(transition, job, case, judgement)
 
 
 def _convict(

@@ -9,7 +9,7 @@ from everstep.vocabulary import Finding, FindingKind
 from everstep_controller.core.checkpoints.commits import AUDIT_CONVICTION_KEY
 from everstep_controller.core.health import offences
 from everstep_controller.core.health.eviction import withdraw_eviction
-from everstep_controller.core.records import AuditStrike, JobRecord
+from everstep_controller.core.records import MAX_AUDIT_NOTES, AuditStrike, JobRecord
 from everstep_controller.core.state import AuditGroup
 from everstep_controller.core.transition import Transition
 
@@ -83,4 +83,6 @@ def withdraw_suspicion(
 ) -> None:
     """Record that a suspicion against a node was withdrawn."""
     words = f"a suspicion against {node} was withdrawn: {reason}"
+    job.audits.withdrawn = [*job.audits.withdrawn, words][-MAX_AUDIT_NOTES:]
+    transition.mark_job_changed(job.job)
     transition.audit("audit.suspicion_withdrawn", words, node=node, job=job.job, generation=generation)

@@ -79,6 +79,13 @@ class Suspicion(msgspec.Struct, frozen=True, tag=True):
     names_owner: bool = True
 
 
+class Cleared(msgspec.Struct, frozen=True, tag=True):
+    """The rank's results stood out, and another node gets the same ones: the samples are the cause."""
+
+    rank: Rank
+    sentence: str
+
+
 class Incomparable(msgspec.Struct, frozen=True, tag=True):
     """The statements come from ranks of different kinds, which may round in different ways.
 
@@ -90,7 +97,7 @@ class Incomparable(msgspec.Struct, frozen=True, tag=True):
     sentence: str
 
 
-AuditJudgement = OwnerConvicted | OwnerStrike | AuditorStrike | Tied | Inconclusive | Suspicion | Incomparable
+AuditJudgement = OwnerConvicted | OwnerStrike | AuditorStrike | Tied | Inconclusive | Suspicion | Incomparable | Cleared
 
 OUTCOMES: Mapping[type[AuditJudgement], str] = {
     OwnerConvicted: "owner_convicted",
@@ -100,6 +107,7 @@ OUTCOMES: Mapping[type[AuditJudgement], str] = {
     Inconclusive: "inconclusive",
     Suspicion: "suspicion",
     Incomparable: "incomparable",
+    Cleared: "cleared",
 }
 """Names of the outcomes in metrics."""
 
@@ -151,6 +159,8 @@ def _judge_same_kind(statements: Collection[AuditStatement], nodes: Mapping[Rank
         if not owner.wrong_results:
             return Suspicion(f"a rank, still unknown, may stand out in {work}{difference}", names_owner=False)
         return Suspicion(f"rank {owner.rank} stands out from the other ranks in {work}{difference}")
+    if is_cleared(owner):
+        return Cleared(owner.rank, f"{owner.difference or 'another node got the same results'} in {work}")
     if peer is not None and arbiter is not None:
         return _Arbitration(owner, peer, arbiter, nodes, work, difference).judge()
     if (witness := peer or arbiter) is not None:
@@ -170,6 +180,11 @@ def accused_rank(judgement: AuditJudgement, owner: Rank) -> Rank | None:
             return owner
         case _:
             return None
+
+
+def is_cleared(owner: AuditStatement) -> bool:
+    """Return whether a rank's gradients stood out, and its samples give the same ones on another node."""
+    return owner.link is AuditLink.GRADIENT_NORM and bool(owner.original) and owner.digest == owner.original
 
 
 def _own_contradiction(owner: AuditStatement, work: str) -> str:
@@ -328,7 +343,7 @@ def _is_complete(case: AuditCase) -> bool:
     owner = case.statements.get(case.key.owner)
     if owner is None:
         return False
-    if not owner.original and not owner.digest:
+    if (not owner.original and not owner.digest) or is_cleared(owner):
         return True
     expects_arbiter = any(one.expects_arbiter for one in case.statements.values())
     if expects_arbiter and not {AuditRole.PEER, AuditRole.ARBITER} <= roles:

@@ -423,6 +423,7 @@ class GradientNorms(Audit, GradientReader):
                     to_repeat.deviation_of_samples = max(to_repeat.deviation_of_samples, deviation)
             else:
                 cause = "its samples, as another node got the same from them"
+                self._withdraw_suspicion(step, before)
             log.warning("step %d was repeated; the cause of the unusual gradients of rank %d: %s", step, owner, cause)
         elif not _is_same_step(before.norms[others], everyones[others]):
             log.warning(
@@ -445,6 +446,12 @@ class GradientNorms(Audit, GradientReader):
         else:
             words = "another node got usual ones from the samples of both runs"
             self._report_repetition(step, before, everyones, 2, words)
+
+    def _withdraw_suspicion(self, step: int, before: _SuspectedStep) -> None:
+        """Say that the samples of this process's earlier rank are the cause, and not its GPU."""
+        norm = float_hex(torch.linalg.vector_norm(before.norms[before.owner]))
+        words = f"another node got the same gradients from the samples of rank {before.owner}"
+        self.report_own(step, "gradients", original=norm, digest=norm, difference=words)
 
     def _report_repetition(
         self, step: int, before: _SuspectedStep, everyones: torch.Tensor, wrong_results: int, difference: str

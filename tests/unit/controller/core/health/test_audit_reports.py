@@ -1,0 +1,133 @@
+"""Jobs whose audits only report: a finding and an event, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+from everstep_controller.core.effects import Effect
+from everstep_controller.core.health.audit_reports import REPORT_KEY
+from everstep_controller.core.needs import list_needs
+
+from everstep.ids import Version
+from everstep.vocabulary import AuditLink, Mode, NodeState, Severity
+from everstep.wire.v1.training import JobSpec
+from tests.support.core_fleet import CoreFleet, audits, decisions, generations
+
+BAD = ("bad", "bad", "good", "good")
+SUSPICION = {"link": AuditLink.GRADIENT_NORM, "unit": "gradients", "expects_arbiter": False}
+OWN = {"link": AuditLink.MATMUL, "unit": "layers.3", "expects_arbiter": False}
+
+
+def _fleet(nodes: int = 4) -> CoreFleet:
+    fleet = CoreFleet()
+    fleet.start(nodes, 1, sdc="standard", sdc_mode="report")
+    fleet.progress(2)
+    fleet.seal(2)
+    return fleet
+
+
+def _severity(fleet: CoreFleet, node: str) -> Severity | None:
+    finding = fleet.state.nodes[node].health.controller_findings.get(REPORT_KEY)
+    return None if finding is None else finding.severity
+
+
+def _is_left_alone(fleet: CoreFleet, effects: list[Effect]) -> bool:
+    strikes = any(record.audits.strikes for record in fleet.state.nodes.values())
+    return not (decisions(effects) or generations(effects) or strikes or fleet.job().failures.recomputed_steps)
+
+
+def test_refuted_owner_is_reported_and_stays() -> None:
+    fleet = _fleet()
+    effects = fleet.audit(2, 40, *BAD)
+    assert _is_left_alone(fleet, effects)
+    assert fleet.node_state("n3") is NodeState.HEALTHY
+    (sentence,) = audits(effects, "audit.reported")
+    assert "n4 and n1 agree on another result" in sentence
+    assert "--sdc-mode enforce" in sentence
+    finding = fleet.state.nodes["n3"].health.controller_findings[REPORT_KEY]
+    assert (finding.severity, finding.mode) == (Severity.CRITICAL, Mode.OBSERVE)
+    assert [need.node for need in list_needs(fleet.state, fleet.now)] == ["n3"], "a person should look at it"
+
+
+def test_one_contradiction_is_a_warning_and_the_second_critical() -> None:
+    fleet = _fleet()
+    effects = fleet.audit(2, 40, "a", "b", **OWN)
+    assert _is_left_alone(fleet, effects)
+    assert _severity(fleet, "n3") is Severity.WARNING
+    effects = fleet.audit(2, 48, "a", "b", **OWN)
+    assert _is_left_alone(fleet, effects)
+    assert _severity(fleet, "n3") is Severity.CRITICAL
+
+
+def test_frequent_differences_are_one_event() -> None:
+    fleet = _fleet()
+    for step in range(40, 120, 8):
+        fleet.audit(2, step, *BAD)
+        fleet.audit(1, step, "", "", **SUSPICION)
+    assert len(audits(fleet.effects, "audit.reported")) <= 3
+    assert _is_left_alone(fleet, fleet.effects[-1:])
+
+
+def test_suspicion_repeats_no_step() -> None:
+    fleet = _fleet()
+    effects = fleet.audit(2, 40, "", "", **SUSPICION)
+    assert _is_left_alone(fleet, effects)
+    assert audits(effects, "audit.reported")
+    assert not fleet.state.nodes["n3"].health.controller_findings
+
+
+def test_tie_tries_no_node() -> None:
+    fleet = _fleet(2)
+    effects = fleet.audit(0, 40, "a", "a", "b")
+    assert _is_left_alone(fleet, effects)
+    assert not audits(effects, "blame_isolation.started")
+    assert not fleet.state.probes
+
+
+def test_open_case_holds_no_commit_and_undoes_no_step() -> None:
+    fleet = _fleet()
+    live = fleet.state.job_runtime["job"]
+    step = live.commits.candidate_step or 0
+    fleet.state_result(2, 2, step, original="bad", digest="bad", expects_arbiter=True)
+    fleet.progress(step)
+    fleet.seal(step)
+    assert live.commits.committed_version == Version(1, step)
+    fleet.lose_rank(2)
+    assert not audits(fleet.effects, "corruption.unresolved_audit")
+    assert fleet.spec().restore.floor == Version(1, step)
+
+
+def test_programs_fault_switches_the_audit_off_in_report_mode() -> None:
+    fleet = _fleet()
+    for rank in range(4):
+        fleet.audit(rank, 40, "a", "b", settle=False, **OWN)
+    assert AuditLink.MATMUL in fleet.job().audits.off
+    assert _severity(fleet, "n1") is None
+
+
+@pytest.mark.parametrize(("mode", "slots"), [("report", 0), ("enforce", 2)])
+def test_only_enforcing_audits_keep_versions(mode: str, slots: int) -> None:
+    assert JobSpec(job="j", sdc="standard", sdc_mode=mode).pinned_slots == slots  # type: ignore[arg-type]
+
+
+def test_older_launchers_enforce() -> None:
+    assert JobSpec(job="j", sdc="standard").sdc_mode == "enforce"
+
+
+# --- suspicions that are withdrawn -----------------------------------------------------------------------------------
+
+
+def test_samples_that_stand_out_on_another_node_clear_the_suspect() -> None:
+    fleet = CoreFleet()
+    fleet.start(4, 1, sdc="standard")
+    fleet.progress(2)
+    fleet.seal(2)
+    fleet.audit(2, 3, "", "", **SUSPICION)
+    assert fleet.seats() == ["n1", "n2", "n4", "n3"], "n3 computes other samples now"
+    fleet.resume(restored=Version(1, 2), step=3)
+    words = "another node got the same gradients from the samples of rank 2"
+    effects = fleet.audit(3, 3, "7.5", "7.5", difference=words, **SUSPICION)
+    sentence = f"a suspicion against n3 was withdrawn: {words} in gradients of step 3"
+    assert audits(effects, "audit.suspicion_withdrawn") == [sentence]
+    assert fleet.job().audits.withdrawn == [sentence]
+    assert not generations(effects)
+    assert not decisions(effects)
