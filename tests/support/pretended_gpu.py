@@ -42,6 +42,10 @@ class OnGpu(torch.Tensor):
             assert kwargs.get("non_blocking"), "the thread waits for the GPU"
             cls.runtime.stream().enqueue(lambda: host.copy_(on_host(source)))
             return host
+        if name == "_foreach_copy_":
+            pairs = [(on_host(target), on_host(source)) for target, source in zip(*args, strict=True)]
+            cls.runtime.stream().enqueue(lambda: [target.copy_(source) for target, source in pairs])
+            return None
         if name == "copy_" and not isinstance(args[0], OnGpu):
             target, source = args
             assert kwargs.get("non_blocking"), "the thread waits for the GPU"

@@ -20,6 +20,7 @@ from everstep.wire.v1.local import ToAgent, WrongProduct
 from everstep.wire.v1.training import AuditsClean, AuditStatement, FindingRaised, Resumed, SdcMode, SdcPreset
 from everstep_trainer.importers.source_agreement import SourceAgreement
 from everstep_trainer.memory_tier.vault_client import VaultClient
+from everstep_trainer.restore.overwrites import RestoredValues
 from everstep_trainer.restore.restorer import Restoration, make_restore_finding
 from everstep_trainer.runtime.directives import ReceivedDirectives
 from everstep_trainer.runtime.interrupt import Interrupter, Regroup
@@ -169,6 +170,7 @@ class GenerationSession(TrainingSession):
         self._shares_tally = False
         self._regroup_record: RegroupRecord | None = None
         self._restoration: Restoration | None = None
+        self._restored_values: RestoredValues | None = None
         self._next_clean_report_at = 0.0
         if self._spec.restore.floor is not None:  # a committed version is restored for certain
             self._restoration = self._new_restoration()
@@ -201,6 +203,8 @@ class GenerationSession(TrainingSession):
         )
         self.progress.resume_from(step)
         self._restored_step = step
+        if step:
+            self._restored_values = RestoredValues(state)
         self._snapshotter.first_plan.wait()
         self._end_phase("plan")
         return step
@@ -251,6 +255,12 @@ class GenerationSession(TrainingSession):
 
     def on_step_begun(self, step: int) -> None:
         self.progress.begin_step(step)
+        values, self._restored_values = self._restored_values, None
+        if values is not None:
+            rank = self.group.member.rank
+            log_fields = {"generation": self._spec.number, "rank": rank}
+            level = logging.INFO if rank else logging.WARNING  # all ranks load alike
+            values.warn_if_overwritten(self._restored_step, log_fields, level=level)
 
     def raise_if_interrupted(self) -> None:
         self.interrupter.raise_if_interrupted()

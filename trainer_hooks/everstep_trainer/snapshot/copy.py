@@ -30,6 +30,7 @@ from everstep_trainer.sdc.digests.digest import WeightedDigest, combined_digest
 from everstep_trainer.sdc.digests.piece_digests import separate_digests
 from everstep_trainer.snapshot.shares import RankShare
 from everstep_trainer.state.python_value_codec import dtype_of
+from everstep_trainer.state.spots import Spots, SpotValues
 from everstep_trainer.state.tensors import TrackedTensor
 
 # ---- devices of a rank's state and of a thread
@@ -63,6 +64,13 @@ class SlotTargets(list[torch.Tensor]):
     ) -> None:
         super().__init__(views)
         self.payload, self._digests = payload, digests
+        self._spots: tuple[tuple[int, ...], Spots] | None = None
+
+    def spots(self, numbers: tuple[int, ...]) -> Spots:
+        """Return places in the views of these numbers."""
+        if self._spots is None or self._spots[0] != numbers:
+            self._spots = numbers, Spots([self[number] for number in numbers])
+        return self._spots[1]
 
     def keep_digests(self, digests: torch.Tensor | None) -> None:
         """Write the digest of each view into the slot, or that there are none."""
@@ -155,6 +163,9 @@ class HashingCopyBatch:
 MakeDigests = Callable[[], dict[str, WeightedDigest]]
 """Makes the digests, or returns earlier ones. Their buffers are cleared on the then current stream."""
 
+ReadSpots = Callable[[], SpotValues | None]
+"""Reads the parameters' bytes at a few places, on the then current streams."""
+
 MAX_COPY_BATCHES = 16  # one for each slot of a segment, and some for earlier segments
 
 
@@ -178,13 +189,14 @@ class CopyResult(NamedTuple):
     """The digests made by a copy: of groups of tensors, and of the payload's chunks (None: still to be hashed).
 
     ``before``: the digest of all sources before an audited copy. ``after``: of the same after it, on a GPU, where they
-    may have changed since.
+    may have changed since. ``spots``: bytes of the parameters after the copy, on a GPU.
     """
 
     digests: dict[str, torch.Tensor]
     chunks: list[bytes] | None = None
     before: torch.Tensor | None = None
     after: torch.Tensor | None = None
+    spots: SpotValues | None = None
 
 
 _version = attrgetter("_version")
@@ -215,6 +227,13 @@ class WriteCounts:
         return sorted({name for name, is_, was in zip(self._names, now, counts, strict=True) if is_ != was})
 
 
+class SpotReading(NamedTuple):
+    """Bytes of a rank's parameters before a copy: of all of them, and of those that the slot will hold."""
+
+    live: SpotValues
+    stored: SpotValues | None
+
+
 class SnapshotSources:
     """The sources of a share's bytes: views of live tensors, and staged copies of those that forward passes change."""
 
@@ -224,10 +243,17 @@ class SnapshotSources:
         self._volatile = [(i, t) for i, t in enumerate(tensors) if t.is_volatile and (wanted is None or i in wanted)]
         self._staged = {i: torch.empty_like(t.local) for i, t in self._volatile}
         self._tensors = tensors
-        self.writes = WriteCounts(t for t in tensors if t.is_parameter and not t.is_replaced)
+        parameters = {i: t for i, t in enumerate(tensors) if t.is_parameter and not t.is_replaced}
+        self.writes = WriteCounts(parameters.values())
         gpus = gpus_of(tensors)
         self.mover = DeviceMover(gpus) if gpus else HostMover()
         self._views: list[torch.Tensor] | None = None
+        self._spotted = {i: t for i, t in parameters.items() if t.local.is_cuda == bool(gpus)}
+        self._spot_names = [tensor.name for tensor in self._spotted.values()]
+        self._piece_numbers: tuple[int, ...] = ()
+        self._live_spots: Spots | None = None  # made when first needed, as small states are copied at once
+        self._stored_spots: Spots | None = None
+        self._reading: SpotReading | None = None
         self._digests: tuple[RankShare, dict[str, WeightedDigest]] | None = None
 
     @property
@@ -239,7 +265,41 @@ class SnapshotSources:
         if self._volatile:
             with torch.no_grad():
                 torch._foreach_copy_([*self._staged.values()], [t.current() for _, t in self._volatile])
+        self._reading = self._read_spots() if self.is_on_gpu else None  # before the copy is allowed to begin
         self.mover.mark_ready()
+
+    def read_spots(self) -> SpotReading:
+        """Return the bytes of parameters as staged; for the training thread, before the next forward pass."""
+        if self._reading is None:
+            self._reading = self._read_spots()
+        return self._reading
+
+    def _read_spots(self) -> SpotReading:
+        if self._live_spots is None:
+            self._live_spots = Spots([tensor.local for tensor in self._spotted.values()])
+            if self.share is not None:
+                pieces, views = self.share.pieces, self._views_of(self.share)
+                self._piece_numbers = tuple(n for n, piece in enumerate(pieces) if piece.part in self._spotted)
+                self._stored_spots = Spots([views[number] for number in self._piece_numbers])
+        stored = None if self._stored_spots is None else self._stored_spots.read()
+        return SpotReading(self._live_spots.read(), stored)
+
+    def spots_changed(self, before: SpotReading, after: SpotValues | None = None) -> list[str]:
+        """Return the names of parameters whose bytes changed; ``after``: the later ones, by default as they are now."""
+        spots = self._live_spots
+        assert spots is not None
+        if after is None and not spots.is_in_place():
+            return self._spot_names
+        changed = spots.changed(before.live, spots.read(again=True) if after is None else after)
+        return [self._spot_names[index] for index in changed]
+
+    def spots_miscopied(self, before: SpotReading, share: RankShare, targets: SlotTargets) -> list[str]:
+        """Return the names of parameters whose bytes in the slot are not those before the copy."""
+        if before.stored is None or share is not self.share:
+            return []
+        spots = targets.spots(self._piece_numbers)
+        changed = spots.changed(before.stored, spots.read())
+        return sorted({self._tensors[share.pieces[self._piece_numbers[index]].part].name for index in changed})
 
     def copy(self, share: RankShare, targets: SlotTargets, *, digest: bool, audit: bool = False) -> CopyResult:
         """Copy the share's pieces, and digest its groups if ``digest``; on a GPU done after ``mover.finish``.
@@ -248,7 +308,17 @@ class SnapshotSources:
         the digest of each piece.
         """
         groups = partial(self._digests_of, share) if digest else dict
-        return self.mover.run(targets, self._views_of(share), groups, audit=audit)
+        return self.mover.run(targets, self._views_of(share), groups, audit=audit, spots=self._fetch_spots)
+
+    def _fetch_spots(self) -> SpotValues | None:
+        """Read the parameters again on GPUs, and begin to copy both readings to the host."""
+        if self._reading is None or self._live_spots is None:
+            return None
+        after = self._live_spots.read(again=True)
+        for values in (*self._reading, after):
+            if values is not None:
+                values.fetch()
+        return after
 
     def digest(self, share: RankShare) -> torch.Tensor:
         """Return the digest of the share's pieces as they are now."""
@@ -293,7 +363,13 @@ class HostMover:
         """Mark the state as ready to be copied; called by the training thread."""
 
     def run(
-        self, targets: SlotTargets, sources: list[torch.Tensor], digests: MakeDigests, *, audit: bool = False
+        self,
+        targets: SlotTargets,
+        sources: list[torch.Tensor],
+        digests: MakeDigests,
+        *,
+        audit: bool = False,
+        spots: ReadSpots = lambda: None,
     ) -> CopyResult:
         chunks = before = None
         pieces = separate_digests(sources) if audit else None
@@ -341,7 +417,13 @@ class DeviceMover(HostMover):
             lane.ready.record(torch.cuda.current_stream(lane.device))
 
     def run(
-        self, targets: SlotTargets, sources: list[torch.Tensor], digests: MakeDigests, *, audit: bool = False
+        self,
+        targets: SlotTargets,
+        sources: list[torch.Tensor],
+        digests: MakeDigests,
+        *,
+        audit: bool = False,
+        spots: ReadSpots = lambda: None,
     ) -> CopyResult:
         with torch.no_grad(), ExitStack() as current:
             # each copy uses the stream that is current on its GPU, and a digest may need several GPUs
@@ -356,9 +438,10 @@ class DeviceMover(HostMover):
             # copied to the host on this stream: on another they would wait for all enqueued training work
             made = {group: digest.enqueue().to("cpu", non_blocking=True) for group, digest in wanted.items()}
             after = combined_digest(sources).to("cpu", non_blocking=True) if audit else None
+            values = spots()
             for lane in self.lanes:
                 lane.copied.record(lane.stream)
-        return CopyResult(made, before=before, after=after)
+        return CopyResult(made, before=before, after=after, spots=values)
 
     def order_before_step(self) -> None:
         for lane in self.lanes:

@@ -13,8 +13,9 @@ import torch
 
 from everstep.ids import Version
 from everstep_trainer.sdc.digests.digest import to_unsigned
-from everstep_trainer.snapshot.copy import SnapshotSources
+from everstep_trainer.snapshot.copy import CopyResult, SlotTargets, SnapshotSources, SpotReading
 from everstep_trainer.snapshot.planner import ActivePlan, TensorScan
+from everstep_trainer.snapshot.shares import RankShare
 from everstep_trainer.state.python_value_codec import Blob
 from everstep_trainer.state.tensors import list_names
 
@@ -88,17 +89,31 @@ class SnapshotJob:
         self.blocks_training = must_block or (alone and not overlaps)
         self.may_change = self.changed_before_allowed = False
         self._write_counts: list[int] | None = None
+        self._spots: SpotReading | None = None
         self.phase = SnapshotPhase.QUEUED
         self.copied = OneShotSignal()
         self.done = OneShotSignal()
 
     def record_writes(self) -> None:
-        """Record the write counts of the state that is to be copied; from the training thread."""
+        """Record write counts and some bytes of the state that is to be copied; from the training thread."""
         self._write_counts = self.sources.writes.counts()
+        self._spots = self.sources.read_spots()
 
-    def changed_parameters(self) -> list[str]:
-        """Return the names of parameters written to since then."""
-        return [] if self._write_counts is None else self.sources.writes.written_since(self._write_counts)
+    def changed_parameters(self, *, waits_for_gpu: bool = False) -> list[str]:
+        """Return the names of parameters written to since then. On a GPU only ``waits_for_gpu`` looks at bytes."""
+        if self._write_counts is None or self._spots is None:
+            return []
+        counted = self.sources.writes.written_since(self._write_counts)
+        if counted or (self.sources.is_on_gpu and not waits_for_gpu):
+            return counted
+        return self.sources.spots_changed(self._spots)
+
+    def miscopied_parameters(self, share: RankShare, copied: CopyResult, targets: SlotTargets) -> list[str]:
+        """Return the names of parameters whose copy, now complete, is not what was to be copied."""
+        if self._spots is None or self.blocks_training:  # nothing could write, so that a difference is an error
+            return []
+        changed = [] if copied.spots is None else self.sources.spots_changed(self._spots, copied.spots)
+        return changed or self.sources.spots_miscopied(self._spots, share, targets)
 
 
 # ---- changes of tracked state while it is being copied
@@ -107,7 +122,8 @@ class SnapshotJob:
 # encoder in a forward pass, an update by hand) show in torch's count of writes to each parameter. Such a copy is
 # dropped, and from then on training waits for each copy. It also waits for the copy after a step without announcement.
 # The count misses writes by fused optimizers, by ``_foreach`` operations on DTensors, through ``.data``, by kernels
-# that bypass torch, and by CUDA graphs.
+# that bypass torch, and by CUDA graphs. So a few bytes of each parameter are compared, too (`state.spots`): the live
+# ones with those before, for a change that stays, and those in the slot, for a change that was taken back meanwhile.
 
 log = logging.getLogger(__name__)
 
@@ -140,9 +156,13 @@ class MutationGuard:
         """Return whether the state that ``job`` copies changed before it was allowed to. From any thread."""
         moved = [] if job.may_change else job.changed_parameters()
         if moved and not job.may_change:  # changes were still not allowed after the counts were read
-            job.changed_before_allowed = True
-            self._warn_changed(moved, job.version.step)
+            self.discard(job, moved)
         return job.changed_before_allowed
+
+    def discard(self, job: SnapshotJob, changed: list[str]) -> None:
+        """Discard a copy into which parameters were changed. From any thread."""
+        job.changed_before_allowed = True
+        self._warn_changed(changed, job.version.step)
 
     def _warn_changed(self, changed: list[str], step: int) -> None:
         if self._changes_unannounced:
@@ -151,7 +171,7 @@ class MutationGuard:
         log.warning(
             "%s was modified without notice while the snapshot of step %d was copied: the snapshot is discarded, and "
             "from now on training blocks during each copy. Track every optimizer, and call run.before_update() before "
-            "any other update",
+            "any other update, also before one through .data, which is better made under torch.no_grad() without .data",
             list_names(changed, MAX_NAMED),
             step,
             extra=self._log_fields,

@@ -200,6 +200,21 @@ class TrackedState:
         refuse_duplicate_names(tensors)
         return tensors
 
+    def named_tensors(self) -> dict[str, torch.Tensor]:
+        """Return this rank's memory of parameters and optimizer state by name, as it is now, without a new search."""
+        found = {
+            name: local_part(tensor).detach()
+            for name, _, _, tensor in self._included(self._parameters())
+            if not unsupported_reason(tensor)
+        }
+        for top, optimizer in self._optimizers:
+            for fqn, parameter, _ in self._trained(optimizer):
+                for key, value in (optimizer.state.get(parameter) or {}).items():
+                    name = f"{top}.{fqn}.{key}"
+                    if isinstance(value, torch.Tensor) and not self._exclude.excludes(name):
+                        found[name] = local_part(value).detach()
+        return found
+
     def _included(self, tensors: Iterable[_Named]) -> Iterator[_Named]:
         return (each for each in tensors if not self._exclude.excludes(each[0]))
 
