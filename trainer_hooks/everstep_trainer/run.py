@@ -639,7 +639,7 @@ class Run:
             all_tracked["guard"] = self._guard
         self._finished_step = self._session.track(all_tracked, choices)
         self._has_tracked = True
-        self._parallelism.synchronize_restored(all_tracked, exclude)
+        self._parallelism.synchronize_restored(all_tracked, exclude, self._session.running_buffers)
         if self._guard is not None:
             self._guard.track_objects(wrapped, exclude)
         self._updates.watch(objects)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -293,10 +293,15 @@ class StepParallelism:
             self._replica_sync.add_model(model)
         return model
 
-    def synchronize_restored(self, objects: Mapping[str, object], exclude: Iterable[str]) -> None:
-        """Make replicas equal in state that the restored version does not contain, after a restore."""
+    def synchronize_restored(
+        self, objects: Mapping[str, object], exclude: Iterable[str], running: Collection[str] = ()
+    ) -> None:
+        """Make replicas equal in state that the restored version does not contain, after a restore.
+
+        ``running``: Names of restored buffers that are not persistent.
+        """
         if self._equal_already:
-            self._replica_sync.broadcast(objects, exclude)
+            self._replica_sync.broadcast(objects, exclude, running)
         self._equal_already = False
 
     def require_elementwise(self, tracked: Iterable[object]) -> None:

@@ -127,6 +127,11 @@ class TrainingSession:
         """The node of each rank; empty without Everstep."""
         return ()
 
+    @property
+    def running_buffers(self) -> Collection[str]:
+        """Names of non-persistent buffers that ``track`` has restored."""
+        return ()
+
     def report_mismatch(self, mismatch: Mismatch) -> None:
         """Report what this rank computed for an audit that found a difference."""
 
@@ -171,6 +176,7 @@ class GenerationSession(TrainingSession):
         self._regroup_record: RegroupRecord | None = None
         self._restoration: Restoration | None = None
         self._restored_values: RestoredValues | None = None
+        self._running_buffers: frozenset[str] = frozenset()
         self._next_clean_report_at = 0.0
         if self._spec.restore.floor is not None:  # a committed version is restored for certain
             self._restoration = self._new_restoration()
@@ -205,6 +211,7 @@ class GenerationSession(TrainingSession):
         self._restored_step = step
         if step:
             self._restored_values = RestoredValues(state)
+            self._running_buffers = frozenset(state.running_buffers)
         self._snapshotter.first_plan.wait()
         self._end_phase("plan")
         return step
@@ -324,6 +331,10 @@ class GenerationSession(TrainingSession):
     @property
     def audits_off(self) -> Collection[AuditLink]:
         return self._spec.audits_off
+
+    @property
+    def running_buffers(self) -> Collection[str]:
+        return self._running_buffers
 
     @property
     def nodes(self) -> tuple[str, ...]:

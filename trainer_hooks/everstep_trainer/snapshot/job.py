@@ -169,10 +169,11 @@ class MutationGuard:
             return
         self._changes_unannounced = True
         log.warning(
-            "%s was modified without notice while the snapshot of step %d was copied: the snapshot is discarded, and "
+            "%s %s modified without notice while the snapshot of step %d was copied: the snapshot is discarded, and "
             "from now on training blocks during each copy. Track every optimizer, and call run.before_update() before "
             "any other update, also before one through .data, which is better made under torch.no_grad() without .data",
             list_names(changed, MAX_NAMED),
+            "were" if len(changed) > 1 else "was",
             step,
             extra=self._log_fields,
         )

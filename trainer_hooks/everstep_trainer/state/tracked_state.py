@@ -44,6 +44,7 @@ from everstep_trainer.state.tensors import (
     refuse_other_model,
 )
 from everstep_trainer.state.tracked_objects import TrackedObjects, named_modules
+from everstep_trainer.state.unstored_buffers import UnstoredBuffers
 
 # ---- ties: one tensor under several names, tied in a module or shared by parameters in an optimizer
 #
@@ -148,6 +149,7 @@ class TrackedState:
         self._separately_stored: list[TiedPair] = []
         self._has_searched = False
         self._changing: set[str] = set()
+        self.running_buffers: set[str] = set()  # non-persistent ones that training changes
         for top, optimizer in self._optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 first, *_ = next(self._trained(optimizer))
@@ -159,6 +161,7 @@ class TrackedState:
 
     def record_buffers(self) -> None:
         """Record the buffers as unchanged; those that training changes from now on are detected."""
+        self._unstored = UnstoredBuffers(self._included(self._buffers(stored=False)))
         self._settled = {name: record_buffer(b) for name, _, _, b in self._buffers() if not unsupported_reason(b)}
 
     def tensors(self) -> list[TrackedTensor]:
@@ -167,6 +170,7 @@ class TrackedState:
         for part in (part for _, module in self._modules for part in module.modules()):
             if isinstance(part, FSDPModule):
                 part.reshard()
+        self._find_running_buffers()
         self._fqns = self._names()
         self._has_searched = True
         self._tied.clear()
@@ -242,11 +246,18 @@ class TrackedState:
     def is_unchanged(self) -> bool:
         """Return whether the tensors are those that ``tensors`` found, in the same memory. Fast: called every step."""
         return (
-            self._has_searched
+            not self._find_running_buffers()
+            and self._has_searched
             and self._identity.is_unchanged()
             and all(still.is_unchanged(still.buffer) for still in self._buffer_records)
             and all(source.array_parts() is of for (_, source), of in zip(self._arrays, self._array_parts, strict=True))
         )
+
+    def _find_running_buffers(self) -> bool:
+        """Return whether training has changed a non-persistent buffer that was not stored so far."""
+        found = self._unstored.pop_changing()
+        self.running_buffers |= found
+        return bool(found)
 
     def _names(self) -> dict[int, str]:
         """Return parameters' full names by identity; a tied one has its first."""
@@ -335,11 +346,13 @@ class TrackedState:
                     supported.refuse_fsdp1(top, parameter)
                     yield f"{prefix}.{key}", module._parameters, key, parameter
 
-    def _buffers(self) -> Iterator[_Named]:
+    def _buffers(self, *, stored: bool = True) -> Iterator[_Named]:
         for _, prefix, module in self._all_modules():
             for key, buffer in module._buffers.items():
-                if buffer is not None and key not in module._non_persistent_buffers_set:
-                    yield f"{prefix}.{key}", module._buffers, key, buffer
+                name = f"{prefix}.{key}"
+                is_stored = key not in module._non_persistent_buffers_set or name in self.running_buffers
+                if buffer is not None and is_stored == stored:
+                    yield name, module._buffers, key, buffer
 
     def _all_modules(self) -> Iterator[tuple[str, str, torch.nn.Module]]:
         for top, root in self._modules:
@@ -409,6 +422,10 @@ class TrackedState:
         self._stored = StoredNames(catalog, [top for top, _ in self._optimizers])
         index_of = self._stored.index_of
         self._changing.update(tensor.name for tensor in catalog if tensor.per_rank)
+        self.running_buffers = set()
+        self.running_buffers = {name for name, *_ in self._buffers(stored=False) if name in index_of}
+        self._changing |= self.running_buffers
+        self._unstored = UnstoredBuffers(self._included(self._buffers(stored=False)))
         self._create_moments(catalog)
         for key, sharded in self._sharded.items():
             here = ((t.name.removeprefix(f"{key}."), t) for t in catalog if t.name.startswith(f"{key}."))

@@ -41,9 +41,12 @@ class ReplicaSync:
         """Add a model with replicas on the ranks of ``group`` (None: all); ``ignored`` names belong to one rank."""
         self._models.append((model, frozenset(ignored), group))
 
-    def broadcast(self, objects: Mapping[str, object], exclude: Iterable[str]) -> None:
-        """Broadcast rank 0's values of what the restore left out, if digests differ. A collective."""
-        restored = {id(tensor) for tensor in _restored(objects, exclude)}
+    def broadcast(self, objects: Mapping[str, object], exclude: Iterable[str], running: Collection[str] = ()) -> None:
+        """Broadcast rank 0's values of what the restore left out, if digests differ. A collective.
+
+        ``running``: Names of restored buffers that are not persistent.
+        """
+        restored = {id(tensor) for tensor in _restored(objects, exclude, running)}
         for model, ignored, group in self._models:
             tensors = [tensor for tensor in replicated_tensors(model, ignored) if id(tensor) not in restored]
             if tensors:
@@ -54,13 +57,16 @@ class ReplicaSync:
                     broadcast_first_rank(tensors, group)
 
 
-def _restored(objects: Mapping[str, object], exclude: Iterable[str]) -> Iterator[torch.Tensor]:
+def _restored(
+    objects: Mapping[str, object], exclude: Iterable[str], running: Collection[str]
+) -> Iterator[torch.Tensor]:
     exclusions = Exclusions(exclude)
     for top, root in TrackedObjects(objects).modules:
         for name, module in named_modules(top, root):
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-                stored = key not in module._non_persistent_buffers_set and not exclusions.excludes(f"{name}.{key}")
-                if tensor is not None and stored:
+                full = f"{name}.{key}"
+                stored = key not in module._non_persistent_buffers_set or full in running
+                if tensor is not None and stored and not exclusions.excludes(full):
                     yield tensor
 
 
