@@ -66,10 +66,10 @@ class SlotTargets(list[torch.Tensor]):
         self.payload, self._digests = payload, digests
         self._spots: tuple[tuple[int, ...], Spots] | None = None
 
-    def spots(self, numbers: tuple[int, ...]) -> Spots:
-        """Return places in the views of these numbers."""
-        if self._spots is None or self._spots[0] != numbers:
-            self._spots = numbers, Spots([self[number] for number in numbers])
+    def spots(self, numbers: tuple[int, ...], places: int) -> Spots:
+        """Return so many places in each of the views of these numbers."""
+        if self._spots is None or self._spots[0] != numbers or self._spots[1].places != places:
+            self._spots = numbers, Spots([self[number] for number in numbers], places)
         return self._spots[1]
 
     def keep_digests(self, digests: torch.Tensor | None) -> None:
@@ -227,13 +227,6 @@ class WriteCounts:
         return sorted({name for name, is_, was in zip(self._names, now, counts, strict=True) if is_ != was})
 
 
-class SpotReading(NamedTuple):
-    """Bytes of a rank's parameters before a copy: of all of them, and of those that the slot will hold."""
-
-    live: SpotValues
-    stored: SpotValues | None
-
-
 class SnapshotSources:
     """The sources of a share's bytes: views of live tensors, and staged copies of those that forward passes change."""
 
@@ -249,11 +242,10 @@ class SnapshotSources:
         self.mover = DeviceMover(gpus) if gpus else HostMover()
         self._views: list[torch.Tensor] | None = None
         self._spotted = {i: t for i, t in parameters.items() if t.local.is_cuda == bool(gpus)}
-        self._spot_names = [tensor.name for tensor in self._spotted.values()]
-        self._piece_numbers: tuple[int, ...] = ()
-        self._live_spots: Spots | None = None  # made when first needed, as small states are copied at once
-        self._stored_spots: Spots | None = None
-        self._reading: SpotReading | None = None
+        self._piece_numbers: tuple[int, ...] = ()  # of the pieces of these parameters in the share
+        self._spots: Spots | None = None  # made when first needed, as small states are copied at once
+        self._spot_names: list[str] = []
+        self._reading: SpotValues | None = None
         self._digests: tuple[RankShare, dict[str, WeightedDigest]] | None = None
 
     @property
@@ -268,38 +260,40 @@ class SnapshotSources:
         self._reading = self._read_spots() if self.is_on_gpu else None  # before the copy is allowed to begin
         self.mover.mark_ready()
 
-    def read_spots(self) -> SpotReading:
-        """Return the bytes of parameters as staged; for the training thread, before the next forward pass."""
+    def read_spots(self) -> SpotValues:
+        """Return some bytes of the parameters as staged; for the training thread, before the next forward pass."""
         if self._reading is None:
             self._reading = self._read_spots()
         return self._reading
 
-    def _read_spots(self) -> SpotReading:
-        if self._live_spots is None:
-            self._live_spots = Spots([tensor.local for tensor in self._spotted.values()])
+    def _read_spots(self) -> SpotValues:
+        if self._spots is None:
+            views, pieces = [tensor.local for tensor in self._spotted.values()], []
+            self._spot_names = [tensor.name for tensor in self._spotted.values()]
             if self.share is not None:
-                pieces, views = self.share.pieces, self._views_of(self.share)
-                self._piece_numbers = tuple(n for n, piece in enumerate(pieces) if piece.part in self._spotted)
-                self._stored_spots = Spots([views[number] for number in self._piece_numbers])
-        stored = None if self._stored_spots is None else self._stored_spots.read()
-        return SpotReading(self._live_spots.read(), stored)
+                numbered = enumerate(zip(self.share.pieces, self._views_of(self.share), strict=True))
+                pieces = [(n, piece, view) for n, (piece, view) in numbered if piece.part in self._spotted]
+            self._piece_numbers = tuple(number for number, _, _ in pieces)
+            self._spot_names += [self._tensors[piece.part].name for _, piece, _ in pieces]
+            self._spots = Spots([*views, *(view for _, _, view in pieces)])
+        return self._spots.read()
 
-    def spots_changed(self, before: SpotReading, after: SpotValues | None = None) -> list[str]:
+    def spots_changed(self, before: SpotValues, after: SpotValues | None = None) -> list[str]:
         """Return the names of parameters whose bytes changed; ``after``: the later ones, by default as they are now."""
-        spots = self._live_spots
-        assert spots is not None
-        if after is None and not spots.is_in_place():
+        assert self._spots is not None
+        if after is None and not self._spots.is_in_place():
             return self._spot_names
-        changed = spots.changed(before.live, spots.read(again=True) if after is None else after)
-        return [self._spot_names[index] for index in changed]
+        changed = self._spots.changed(before, self._spots.read(again=True) if after is None else after)
+        return sorted({self._spot_names[index] for index in changed})
 
-    def spots_miscopied(self, before: SpotReading, share: RankShare, targets: SlotTargets) -> list[str]:
+    def spots_miscopied(self, before: SpotValues, share: RankShare, targets: SlotTargets) -> list[str]:
         """Return the names of parameters whose bytes in the slot are not those before the copy."""
-        if before.stored is None or share is not self.share:
+        if share is not self.share or self._spots is None:  # planned after the copy was queued
             return []
-        spots = targets.spots(self._piece_numbers)
-        changed = spots.changed(before.stored, spots.read())
-        return sorted({self._tensors[share.pieces[self._piece_numbers[index]].part].name for index in changed})
+        first = len(self._spotted)
+        spots = targets.spots(self._piece_numbers, self._spots.places)
+        changed = spots.changed(before.after(self._spots.nbytes_of(first)), spots.read())
+        return sorted({self._spot_names[first + index] for index in changed})
 
     def copy(self, share: RankShare, targets: SlotTargets, *, digest: bool, audit: bool = False) -> CopyResult:
         """Copy the share's pieces, and digest its groups if ``digest``; on a GPU done after ``mover.finish``.
@@ -312,12 +306,11 @@ class SnapshotSources:
 
     def _fetch_spots(self) -> SpotValues | None:
         """Read the parameters again on GPUs, and begin to copy both readings to the host."""
-        if self._reading is None or self._live_spots is None:
+        if self._reading is None or self._spots is None:
             return None
-        after = self._live_spots.read(again=True)
-        for values in (*self._reading, after):
-            if values is not None:
-                values.fetch()
+        after = self._spots.read(again=True)
+        for values in (self._reading, after):
+            values.fetch()
         return after
 
     def digest(self, share: RankShare) -> torch.Tensor:

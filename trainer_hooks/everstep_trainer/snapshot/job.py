@@ -13,10 +13,11 @@ import torch
 
 from everstep.ids import Version
 from everstep_trainer.sdc.digests.digest import to_unsigned
-from everstep_trainer.snapshot.copy import CopyResult, SlotTargets, SnapshotSources, SpotReading
+from everstep_trainer.snapshot.copy import CopyResult, SlotTargets, SnapshotSources
 from everstep_trainer.snapshot.planner import ActivePlan, TensorScan
 from everstep_trainer.snapshot.shares import RankShare
 from everstep_trainer.state.python_value_codec import Blob
+from everstep_trainer.state.spots import SpotValues
 from everstep_trainer.state.tensors import list_names
 
 
@@ -89,7 +90,7 @@ class SnapshotJob:
         self.blocks_training = must_block or (alone and not overlaps)
         self.may_change = self.changed_before_allowed = False
         self._write_counts: list[int] | None = None
-        self._spots: SpotReading | None = None
+        self._spots: SpotValues | None = None
         self.phase = SnapshotPhase.QUEUED
         self.copied = OneShotSignal()
         self.done = OneShotSignal()
@@ -99,20 +100,21 @@ class SnapshotJob:
         self._write_counts = self.sources.writes.counts()
         self._spots = self.sources.read_spots()
 
-    def changed_parameters(self, *, waits_for_gpu: bool = False) -> list[str]:
-        """Return the names of parameters written to since then. On a GPU only ``waits_for_gpu`` looks at bytes."""
-        if self._write_counts is None or self._spots is None:
-            return []
-        counted = self.sources.writes.written_since(self._write_counts)
-        if counted or (self.sources.is_on_gpu and not waits_for_gpu):
-            return counted
-        return self.sources.spots_changed(self._spots)
+    def changed_parameters(self) -> list[str]:
+        """Return the names of parameters to which torch has counted writes since then."""
+        return [] if self._write_counts is None else self.sources.writes.written_since(self._write_counts)
 
-    def miscopied_parameters(self, share: RankShare, copied: CopyResult, targets: SlotTargets) -> list[str]:
-        """Return the names of parameters whose copy, now complete, is not what was to be copied."""
-        if self._spots is None or self.blocks_training:  # nothing could write, so that a difference is an error
+    def is_unchanged(self) -> bool:
+        """Return whether the state is as recorded, by counts and by bytes. Waits for GPUs."""
+        spots = self._spots
+        return not self.changed_parameters() and (spots is None or not self.sources.spots_changed(spots))
+
+    def torn_parameters(self, share: RankShare, copied: CopyResult, targets: SlotTargets) -> list[str]:
+        """Return the names of parameters that changed before their copy, now complete, was made, without a count."""
+        if self._spots is None or self.blocks_training:  # nothing could write: a difference is an error of the copy
             return []
-        changed = [] if copied.spots is None else self.sources.spots_changed(self._spots, copied.spots)
+        after = copied.spots if self.sources.is_on_gpu else None
+        changed = [] if self.may_change and after is None else self.sources.spots_changed(self._spots, after)
         return changed or self.sources.spots_miscopied(self._spots, share, targets)
 
 

@@ -250,7 +250,7 @@ class Snapshotter:
         self._thread.join(timeout=FINISH_TIMEOUT_S)
         if self._thread.is_alive():
             log.warning("the last copy did not end in %.0f s: abandoned", FINISH_TIMEOUT_S, extra=self._log_fields)
-        elif finish and (job := self._unchanged_job) and not job.changed_parameters(waits_for_gpu=True):
+        elif finish and (job := self._unchanged_job) and job.is_unchanged():
             self._attempt(partial(self._cover, job), f"cover step {job.version.step}", at_end=True)
 
     def _rescan(self, step: int) -> TensorScan:
@@ -376,7 +376,7 @@ class Snapshotter:
         if not job.blocks_training and job.sources.is_on_gpu:
             job.copied.set()  # the next step is ordered behind the copy
         job.sources.mover.finish()
-        if torn := job.miscopied_parameters(share, copied, targets):
+        if torn := job.torn_parameters(share, copied, targets):
             self._mutation_guard.discard(job, torn)
         if self._mutation_guard.changed_before_allowed(job):
             return

@@ -16,18 +16,18 @@ import torch
 
 from everstep.native import MIN_BYTES, copy_hash
 
-MAX_SPOTS = 512  # places in all tensors together, of about 50 ns each; never fewer than two in a tensor
+MAX_SPOTS = 512  # places in all tensors together; never fewer than two in a tensor
 SPOT_BYTES = 64
 
 
 class Spots:
     """Places in ``tensors``, all on the host or all on GPUs; tensors of equal shapes and dtypes have equal places."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], places: int = 0) -> None:
         self._tensors = list(tensors)
+        self.places = places or max(2, MAX_SPOTS // max(1, len(self._tensors)))  # in each tensor, at most
         self._addresses = [tensor.data_ptr() for tensor in self._tensors]
-        count = max(2, MAX_SPOTS // max(1, len(self._tensors)))
-        runs = [list(_runs(tensor, count)) if tensor.numel() else [] for tensor in self._tensors]
+        runs = [list(_runs(tensor, self.places)) if tensor.numel() else [] for tensor in self._tensors]
         self._ends = np.cumsum([sum(size for _, size in of) for of in runs], dtype=np.int64)
         self._groups: list[_DeviceGroup] = []
         self.is_on_gpu = any(tensor.is_cuda for tensor in self._tensors)
@@ -64,9 +64,15 @@ class Spots:
 
     def changed(self, one: SpotValues, other: SpotValues) -> list[int]:
         """Return the indices of the tensors whose bytes differ between two readings. Waits for GPUs."""
+        if np.array_equal(one.bytes(), other.bytes()):
+            return []
         different = np.flatnonzero(one.bytes() != other.bytes())
         found: list[int] = np.unique(np.searchsorted(self._ends, different, side="right")).tolist()
         return found
+
+    def nbytes_of(self, count: int) -> int:
+        """Return the number of bytes read from the first ``count`` tensors."""
+        return int(self._ends[count - 1]) if count else 0
 
     @property
     def _nbytes(self) -> int:
@@ -99,6 +105,10 @@ class SpotValues:
 
     fetch: Callable[[], None]
     """Begin to copy them from GPUs, on the current streams; otherwise ``bytes`` does it and waits for these streams."""
+
+    def after(self, nbytes: int) -> SpotValues:
+        """Return those behind the first ``nbytes``."""
+        return SpotValues(lambda: self.bytes()[nbytes:])
 
     def bytes(self) -> np.ndarray:
         """Return them on the host. Waits for GPUs."""
