@@ -1,4 +1,4 @@
-"""Read how much memory the control groups around this process leave: of a container, a Slurm job or a service.
+"""Read memory of control groups (a container, a Slurm job, a service): what they leave, and whom the kernel killed.
 
 Pages of a memory file system are charged to the group of the process that makes them, the vault. Beyond the group's
 limit the kernel kills in that group.
@@ -58,3 +58,33 @@ def _cgroup_available(group: Path, files: _CgroupFiles) -> int | None:
     except (OSError, ValueError):
         return None
     return None if limit >= UNLIMITED_BYTES else limit - used + cached
+
+
+def process_group(cgroups: Path, cgroup_file: Path) -> Path | None:
+    """Return the innermost group of the process with this file that is visible here; None if there is none."""
+    groups = (group for group, _ in _enclosing_cgroups(cgroups, cgroup_file))
+    return next((group for group in groups if oom_kill_count(group) is not None), None)
+
+
+def oom_kill_count(group: Path) -> int | None:
+    """Return how many processes of the group the kernel has killed for want of memory; None if it does not tell."""
+    for name in ("memory.events", "memory.oom_control"):  # version 2, version 1
+        try:
+            lines = (group / name).read_text().splitlines()
+        except OSError:
+            continue
+        counts = dict(line.split(maxsplit=1) for line in lines if " " in line)
+        if counts.get("oom_kill", "").isdigit():
+            return int(counts["oom_kill"])
+    return None
+
+
+def memory_limit_bytes(group: Path) -> int | None:
+    """Return the group's own limit in bytes; None without one."""
+    for name in ("memory.max", "memory.limit_in_bytes"):
+        try:
+            text = (group / name).read_text().strip()
+        except OSError:
+            continue
+        return int(text) if text.isdigit() and int(text) < UNLIMITED_BYTES else None
+    return None

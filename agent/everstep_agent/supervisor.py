@@ -30,6 +30,7 @@ from everstep.wire.v1.training import AnyReport, FindingCleared, FindingRaised, 
 from everstep_agent.config import AgentSettings, parse_labels, parse_listen_address, read_token
 from everstep_agent.findings.node_findings import ClockSkewEstimate, NodeFindings, find_agent_problems
 from everstep_agent.jobs.local_processes import LocalJob
+from everstep_agent.jobs.oom_kills import OomKills
 from everstep_agent.jobs.registry import JobRegistry
 from everstep_agent.jobs.socket import AgentSocketServer
 from everstep_agent.lifecycle import AgentRunDirectory, write_atomically
@@ -133,6 +134,7 @@ class Supervisor:
             exit_grace_s=settings.exit_grace_s,
             stopped_after_s=settings.stopped_after_s,
             unresponsive_after_s=settings.unresponsive_after_s,
+            oom_kills=OomKills(clock, settings.kernel_log_path),
         )
         welcome = Welcome(
             protocol=max(SUPPORTED_VERSIONS),

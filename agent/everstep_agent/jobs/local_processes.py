@@ -25,6 +25,7 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from signal import SIGKILL
 from typing import Protocol
 
 import msgspec
@@ -35,6 +36,7 @@ from everstep.vocabulary import RankActivity
 from everstep.wire.v1.directives import StopJob
 from everstep.wire.v1.local import FromAgent, RankExited, RankHeartbeat
 from everstep.wire.v1.training import AnyReport, GenerationSpec, LauncherJoined, RankLost, RankUnresponsive
+from everstep_agent.jobs.oom_kills import OomKills
 
 # Connected processes of one job: its launcher and its ranks.
 
@@ -241,6 +243,7 @@ class LossReporter:
     _callbacks: LossCallbacks
     _event_counts: Counter[str]
     _exit_grace_s: float  # time that a loss waits for the launcher's report of how the process ended
+    _oom_kills: OomKills
 
     def handle_disconnect(self, process: ConnectedRank, detail: str) -> None:
         job = process.job
@@ -319,7 +322,11 @@ class LossReporter:
         if not replacement:
             job.reported_vacancies[process.local_rank] = generation
         detail = loss.detail if exited is None else f"{loss.detail}; {describe_exit(exited)}"
-        self._report(job, generation, rank, process.local_rank, detail, exited, loss, has_replacement=replacement)
+        is_killed = exited is not None and exited.signal == SIGKILL and not process.kill_reason
+        memory = self._oom_kills.explain(process.pid) if is_killed else ""
+        self._report(
+            job, generation, rank, process.local_rank, detail, exited, loss, has_replacement=replacement, memory=memory
+        )
 
     def _report_unseen_exit(self, job: LocalJob, exited: RankExited) -> None:
         """Report a replaced rank that ended before its Hello reached this agent."""
@@ -348,6 +355,7 @@ class LossReporter:
         loss: RankLoss | None = None,
         *,
         has_replacement: bool = True,
+        memory: str = "",
     ) -> None:
         self._event_counts["ranks_lost"] += 1
         self._callbacks.report(
@@ -362,6 +370,7 @@ class LossReporter:
                 exit_code=None if exited is None else exited.exit_code,
                 signal=None if exited is None else exited.signal,
                 has_replacement=has_replacement,
+                out_of_memory=memory,
             )
         )
 

@@ -50,6 +50,7 @@ from everstep_agent.jobs.local_processes import (
     LossReporter,
     SilenceMonitor,
 )
+from everstep_agent.jobs.oom_kills import OomKills
 
 log = logging.getLogger(__name__)
 
@@ -86,11 +87,13 @@ class JobRegistry:
         exit_grace_s: float,
         stopped_after_s: float,
         unresponsive_after_s: float,
+        oom_kills: OomKills | None = None,
     ) -> None:
         self.event_counts: Counter[str] = Counter(dict.fromkeys(COUNTED_EVENTS, 0))
         self._node, self._clock, self._callbacks = node, clock, callbacks
         counts = self.event_counts
-        self.loss_reporter = LossReporter(node, clock, callbacks, counts, exit_grace_s)
+        self._oom_kills = oom_kills or OomKills(clock)
+        self.loss_reporter = LossReporter(node, clock, callbacks, counts, exit_grace_s, self._oom_kills)
         self.silence_monitor = SilenceMonitor(clock, callbacks, counts, stopped_after_s, unresponsive_after_s)
         self._jobs: dict[str, LocalJob] = {}
         self._ranks: dict[LocalConnection, ConnectedRank] = {}
@@ -155,6 +158,7 @@ class JobRegistry:
         process = ConnectedRank(job, connection, hello.local_rank, hello.pid, last_seen_at=self._clock.monotonic())
         # Register before the former process ends: its end must not make the registry forget the job.
         self._ranks[connection] = process
+        self._oom_kills.watch(hello.pid)
         self._replace_former_process(job, process)
         is_replacement = job.lost_generations.get(hello.local_rank) == job.newest_generation
         process.first_generation = job.newest_generation + is_replacement
@@ -407,3 +411,4 @@ class JobRegistry:
     def check_silence(self, loop_lag_s: float) -> None:
         """Report ranks that stopped ticking. This check's own delay, ``loop_lag_s``, does not count as silence."""
         self.silence_monitor.check(self._ranks.values(), loop_lag_s)
+        self._oom_kills.poll(process.pid for process in self._ranks.values())

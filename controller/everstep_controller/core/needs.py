@@ -39,7 +39,7 @@ class NeedKind(StrEnum):
     JOB_PAUSED = "job_paused"
     JOB_FAILED = "job_failed"
     JOB_NOTICE = "job_notice"
-    """A matter of a running job (``JobRuntime.notices``)."""
+    """Ranks of a running job that make no progress, and that no rule replaces soon (``StallNotice``)."""
     DEFERRED_EVICTION = "deferred_eviction"
     CRITICAL_FINDING = "critical_finding"
     """A critical finding on a node that serves, which no rule acts on."""
@@ -118,10 +118,11 @@ def _job_needs(state: FleetState, now: float) -> Iterator[Need]:
             advice = "Look at the cause, then start the job again."
             yield _job_need(NeedKind.JOB_FAILED, job, status.since, status.sentence, advice)
         elif job.is_running and (live := state.job_runtime.get(job.job)) is not None:
-            for notice in live.notices.values():
-                yield _job_need(
-                    NeedKind.JOB_NOTICE, job, notice.since, notice.reason, notice.advice, severity=Severity.WARNING
-                )
+            notice = live.regroup.stall_notice
+            if notice is not None and notice.needs_person:
+                advice = "Look at the stacks, and stop the job if this will not end."
+                reason = notice.sentence(now)
+                yield _job_need(NeedKind.JOB_NOTICE, job, notice.since, reason, advice, severity=Severity.WARNING)
 
 
 def _job_need(

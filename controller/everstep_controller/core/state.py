@@ -276,6 +276,8 @@ class StallNotice(msgspec.Struct, frozen=True, kw_only=True):
     """The sentence, with ``{time}`` for the time since ``since``."""
     ranks: tuple[Rank, ...] = ()
     """The ranks that the sentence is about."""
+    needs_person: bool = False
+    """True if the stall may never end by itself, and nothing is done about it for long; ``core.needs`` lists it."""
 
     def sentence(self, now: float) -> str:
         return self.text.replace("{time}", format_duration(now - self.since))
@@ -458,16 +460,6 @@ class VaultOrderRuntime(msgspec.Struct):
     """Digest of the members from which each parity node made P or Q, by node and group."""
 
 
-class JobNotice(msgspec.Struct, frozen=True, kw_only=True):
-    """A matter of a running job that a person has to settle; ``core.needs`` lists it."""
-
-    since: float
-    reason: str
-    """Why it needs a person, as a sentence."""
-    advice: str
-    """What to do, as a sentence."""
-
-
 class JobRuntime(msgspec.Struct):
     """Runtime state of a job."""
 
@@ -478,8 +470,6 @@ class JobRuntime(msgspec.Struct):
     audits: AuditRuntime = msgspec.field(default_factory=AuditRuntime)
     stragglers: StragglerRuntime = msgspec.field(default_factory=StragglerRuntime)
     vault_orders: VaultOrderRuntime = msgspec.field(default_factory=VaultOrderRuntime)
-    notices: dict[str, JobNotice] = {}
-    """What needs a person in the running job, by a key that the rule that sets and removes it chooses."""
     nodes: dict[NodeId, None] = {}
     """Nodes whose ``NodeRuntime.jobs`` contains the job."""
     owned_nodes: frozenset[NodeId] = frozenset()

@@ -269,7 +269,7 @@ class LauncherLeaving(Report, frozen=True, kw_only=True, tag=True):
 
 class RankLost(Report, frozen=True, kw_only=True, tag=True):
     """A rank's process is gone. ``has_replacement``: the launcher has a process ready for its place, or can
-    fork one."""
+    fork one. ``out_of_memory``: how much memory there was, if the kernel killed the process for want of it."""
 
     generation: GenerationNumber
     rank: Rank
@@ -278,6 +278,7 @@ class RankLost(Report, frozen=True, kw_only=True, tag=True):
     exit_code: SafeInt | None = None
     signal: SafeInt | None = None
     has_replacement: bool = True
+    out_of_memory: ShortText = ""
 
 
 class CollectiveFailed(Report, frozen=True, kw_only=True, tag=True):

@@ -82,6 +82,8 @@ def _mark_local_rank_replaced(transition: Transition, job: JobRecord, node: str,
 
 
 def _describe_exit(report: RankLost) -> str:
+    if report.out_of_memory:
+        return f"killed by the kernel for want of memory (OOM): {report.out_of_memory}"
     if report.signal is not None:
         return f"signal {report.signal}"
     return "its connection closed" if report.exit_code is None else f"exit code {report.exit_code}"

@@ -192,6 +192,7 @@ def _name_call(stall: Stall, rank: Rank, stalled: StalledRank) -> StallNotice:
         text=f"rank {rank} has been in one call{_where(stalled)} for {{time}} and {stalled.doing or 'works'}: it may "
         f"never end. The rank is replaced after {limit} without progress (--work-limit-s)",
         ranks=(rank,),
+        needs_person=True,
     )
 
 
@@ -225,7 +226,7 @@ def _some_block_others(stall: Stall, hung: Mapping[Rank, StalledRank]) -> Decisi
     if stall.now < notice_at:
         return Wait(min(due, notice_at) if not exhausted else notice_at)
     text = f"{_describe_all(hung, None)}; {wait}. {remedy}"
-    notice = StallNotice(key=key, since=since, text=text, ranks=tuple(hung))
+    notice = StallNotice(key=key, since=since, text=text, ranks=tuple(hung), needs_person=bool(exhausted))
     return Wait(None if exhausted else due, (notice,))
 
 
@@ -247,7 +248,7 @@ def _none_waits(stall: Stall, hung: Mapping[Rank, StalledRank]) -> Decision:
         return Wait(min(due, notice_at))
     limit = format_duration(due - max(stalled.since for stalled in hung.values()))
     text = f"{_describe_all(hung, None)}, and no rank waits for another. They restart after {limit} (--work-limit-s)"
-    return Wait(due, (StallNotice(key="none waits", since=since, text=text, ranks=tuple(hung)),))
+    return Wait(due, (StallNotice(key="none waits", since=since, text=text, ranks=tuple(hung), needs_person=True),))
 
 
 def _replace(stall: Stall, rank: Rank, sentence: str) -> Decision:

@@ -6,7 +6,7 @@ import msgspec
 from everstep_controller.core.events import OperatorAction, RemediationFinished
 from everstep_controller.core.needs import CLEARING_PATIENCE_S, FAILED_JOB_S, LOST_PATIENCE_S, list_needs
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.core.state import JobNotice
+from everstep_controller.core.state import StallNotice
 
 from everstep.vocabulary import Action, Finding, FindingKind, Mode, NodeState, Severity
 from everstep.wire.v1.agent import Gpu
@@ -197,9 +197,11 @@ def test_failed_job_is_listed_for_an_hour_and_a_stopped_one_never() -> None:
 def test_paused_job_and_notices_of_running_jobs_are_listed() -> None:
     fleet = CoreFleet()
     fleet.start(2, min_nodes=2)
-    notice = JobNotice(since=fleet.now, reason="rank 3 was killed twice at train.py:16", advice="Look at its stack.")
-    fleet.state.job_runtime["job"].notices["rank 3"] = notice
+    live = fleet.state.job_runtime["job"].regroup
+    live.stall_notice = StallNotice(key="works", since=fleet.now, text="rank 0 works alone")
+    assert _needs(fleet) == []
+    live.stall_notice = StallNotice(key="x", since=fleet.now, text="rank 3 hangs again", needs_person=True)
     (need,) = _needs(fleet)
-    assert (need.kind, need.job, need.severity, need.reason) == ("job_notice", "job", "warning", notice.reason)
+    assert (need.kind, need.job, need.severity, need.reason) == ("job_notice", "job", "warning", "rank 3 hangs again")
     fleet.leave("n1")
     assert _kinds(fleet) == [("job_paused", "job")]

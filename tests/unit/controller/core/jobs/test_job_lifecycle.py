@@ -16,7 +16,7 @@ from everstep_controller.read_models.fleet_views import job_summary
 from everstep.ids import Version
 from everstep.vocabulary import JobState
 from everstep.wire.v1.directives import NewGeneration, StopJob, VersionNotice
-from everstep.wire.v1.training import RankProgress, RestoreRule
+from everstep.wire.v1.training import RankLost, RankProgress, RestoreRule
 from tests.support.core_fleet import CoreFleet, audits, generations, sent
 
 # --- forming -----------------------------------------------------------------------------------------------------
@@ -366,6 +366,28 @@ def test_user_error_names_the_step_that_the_script_was_in(started: int | None, w
     fleet.start(2, min_nodes=2)
     fleet.raise_user_error(1, started=started)
     assert fleet.job().status.sentence == f"the training function raised on rank 1 (n2) {words}: ValueError: bad batch"
+
+
+@pytest.mark.parametrize(
+    ("memory", "words"),
+    [
+        (
+            "its control group may use 2.0 GiB",
+            "killed by the kernel for want of memory (OOM): its control group may use",
+        ),
+        ("", "signal 9"),
+    ],
+)
+def test_lost_rank_names_a_kill_for_want_of_memory(memory: str, words: str) -> None:
+    fleet = CoreFleet()
+    fleet.start(2, min_nodes=1)
+    lost = RankLost(
+        job="job", at=fleet.now, generation=1, rank=1, local_rank=0, detail="", signal=9, out_of_memory=memory
+    )
+    (sentence,) = audits(fleet.report("n2", lost), "rank.lost")
+    assert sentence.startswith(f"rank 1 on n2 lost ({words}")
+    assert ("OOM" in sentence) == bool(memory)
+    assert sentence in fleet.spec().sentence
 
 
 def test_job_that_an_operator_ends_is_stopped() -> None:
