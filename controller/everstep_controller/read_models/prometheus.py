@@ -20,7 +20,7 @@ from everstep.wire.v1.operator import JobSummary
 from everstep_controller.api.admission import LIMITS, AdmissionControl
 from everstep_controller.api.stream import StreamReservations
 from everstep_controller.core import events as ev
-from everstep_controller.core.health.audits import OUTCOMES
+from everstep_controller.core.health.audits import OUTCOMES, PROGRAM
 from everstep_controller.core.health.outbreaks import active_outbreaks
 from everstep_controller.core.needs import list_needs
 from everstep_controller.core.state import FleetState, Ignored
@@ -302,7 +302,7 @@ def _audits(state: FleetState, summaries: list[JobSummary]) -> Iterator[Metric]:
         PREFIX + "audit_cases", "Differences found by audits of training.", labels=["link", "outcome"]
     )
     for link in AuditLink:
-        for outcome in OUTCOMES.values():
+        for outcome in (*OUTCOMES.values(), PROGRAM):
             cases.add_metric([link, outcome], state.audit_counts.get((link, outcome), 0))
     yield cases
 

@@ -28,6 +28,7 @@ from everstep_controller.core.state import Accusation, AuditCase, AuditGroup
 from everstep_controller.core.transition import Transition
 from everstep_controller.core.wording import format_span
 
+JudgedCases = Sequence[tuple[AuditCase, audits.AuditJudgement]]
 MAX_STRIKES = 16
 """Number of strikes remembered per node: one whose eviction is deferred goes on."""
 
@@ -50,18 +51,16 @@ def _settle_group(transition: Transition, job: JobRecord, cases: Sequence[AuditC
     if group.link in job.audits.off:
         return
     judged = [(case, audits.judge_case(case, transition.state.nodes)) for case in cases]
-    for case, judgement in judged:
-        count = case.key.link, audits.OUTCOMES[type(judgement)]
-        transition.state.audit_counts[count] = transition.state.audit_counts.get(count, 0) + 1
     accused = [one for case, judgement in judged for one in audits.list_accusations(case, judgement)]
     live = transition.state.job_runtime[job.job].audits
     known = audits.record_judged_group(live, cases[0], accused)
-    if spec.world_size == 1 and accused:
+    is_alone = spec.world_size == 1 and bool(accused)
+    is_program = is_alone or _is_program(transition, job, judged, known)
+    _count_outcomes(transition, judged, is_program=is_program)
+    if is_alone:
         sentence = control_group.describe_lone_rank(group.link, judged[0][1].sentence)
         switch_off(transition, job, group, sentence, ranks=[0])
-    elif control_group.has_common_cause(known, len(spec.seats), spec.world_size) or _differs_everywhere(
-        transition, job, judged
-    ):
+    elif is_program:
         sentence = _describe_common_cause(group, judged, known)
         why = f"audit {group.link} of job {job.job} differs on several nodes, so the program is the cause"
         switch_off(transition, job, group, sentence, ranks={one.rank for one in known}, cleared=why)
@@ -73,7 +72,11 @@ def _settle_group(transition: Transition, job: JobRecord, cases: Sequence[AuditC
             _settle_audit(transition, job, case, judgement)
 
 
-JudgedCases = Sequence[tuple[AuditCase, audits.AuditJudgement]]
+def _count_outcomes(transition: Transition, judged: JudgedCases, *, is_program: bool) -> None:
+    counts = transition.state.audit_counts
+    for case, judgement in judged:
+        outcome = case.key.link, audits.PROGRAM if is_program else audits.OUTCOMES[type(judgement)]
+        counts[outcome] = counts.get(outcome, 0) + 1
 
 
 def _is_program(transition: Transition, job: JobRecord, judged: JudgedCases, known: Sequence[Accusation]) -> bool:

@@ -110,6 +110,8 @@ OUTCOMES: Mapping[type[AuditJudgement], str] = {
     Cleared: "cleared",
 }
 """Names of the outcomes in metrics."""
+PROGRAM = "program"
+"""Outcome of cases that the program has caused, whatever they say of ranks (``core.health.control_group``)."""
 
 
 def judge(

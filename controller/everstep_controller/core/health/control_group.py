@@ -92,8 +92,7 @@ def describe_lone_rank(link: AuditLink, sentence: str) -> str:
     """Return what a contradiction says in a job that has no other rank to compare with."""
     return (
         f"{sentence}. The job has no other rank, so either the program is the cause, likely {LIKELY_CAUSES[link]}, or "
-        f"the GPU: `everstep probe` tries it with known results. Nothing is undone, and audit {link} is off for the "
-        "rest of this job"
+        f"the GPU: test it (`dcgmi diag -r 3`). Nothing is undone, and audit {link} is off for the rest of this job"
     )
 
 
@@ -101,6 +100,6 @@ def describe_ties(link: AuditLink, sentence: str, count: int) -> str:
     """Return what follows where two nodes differ again and again, and no third one decides."""
     return (
         f"{sentence}; that is the {count}th difference without a culprit. Either the program is the cause, likely "
-        f"{LIKELY_CAUSES[link]}, or one of these nodes: `everstep probe` tries them. No node is evicted, and audit "
-        f"{link} is off for the rest of this job"
+        f"{LIKELY_CAUSES[link]}, or one of these nodes: test their GPUs (`dcgmi diag -r 3`). No node is evicted, and "
+        f"audit {link} is off for the rest of this job"
     )
