@@ -83,3 +83,52 @@ def test_script_on_page_trains(script: Path, page: str) -> None:
     if page != "docs/start/tutorial.md":
         assert "finished at step" in launcher.out
     assert "nothing is tracked" not in launcher.err
+
+
+KILL = """
+    if run.rank == 1 and run.generation == 1:
+        import os, time
+        time.sleep(0.5)  # rank 0 has finished its last step, too
+        os.kill(os.getpid(), 9)
+"""
+FINAL_SAVE = """
+    if run.rank == 0:
+        import os, time
+        open("began", "a").write(".")
+        torch.save(model.state_dict(), "model.tmp")
+        if run.generation == 1:
+            time.sleep(0.5)
+            os.kill(os.getpid(), 9)
+        os.replace("model.tmp", "model.pt")
+    torch.distributed.barrier()
+"""
+UNBOUND = KILL + "    print(float(loss))\n"
+
+
+def end_with(shown: str, work: str) -> str:
+    """The script of a page, with work after its last step."""
+    before, end, after = shown.rpartition("    if run.rank == 0:\n        print(f\"finished")
+    return re.sub(r"until=\d+", "until=8", before) + work.lstrip("\n") + end + after
+
+
+@pytest.mark.parametrize("work", [KILL, FINAL_SAVE], ids=["idle", "save"])
+def test_script_survives_a_loss_after_its_last_step(short_path: Path, work: str) -> None:
+    (shown,) = scripts("docs/how-to/ddp.md")
+    (short_path / "train.py").write_text(end_with(shown, work))
+    argv = ["--nproc-per-node", "2", "--state-dir", str(short_path / "state"), "train.py"]
+    with launched(short_path, *argv, GLOO_SOCKET_IFNAME="lo") as launcher:
+        assert launcher.wait() == 0, launcher.err
+    assert launcher.out.count("finished at step 8") == 1
+    if work is FINAL_SAVE:
+        assert (short_path / "began").read_text() == "..", "the save was made again"
+        assert (short_path / "model.pt").exists()
+
+
+def test_variable_of_the_finished_loop_is_explained(short_path: Path) -> None:
+    (shown,) = scripts("docs/how-to/ddp.md")
+    (short_path / "train.py").write_text(end_with(shown, UNBOUND))
+    argv = ["--nproc-per-node", "2", "--state-dir", str(short_path / "state"), "train.py"]
+    with launched(short_path, *argv, GLOO_SOCKET_IFNAME="lo") as launcher:
+        assert launcher.wait() == 1, launcher.err
+    assert "No step was left when this generation began" in launcher.err
+    assert "Set the variable before the loop" in launcher.err

@@ -719,6 +719,16 @@ class Run:
             self.seed_step(step, seed=seed)
             yield step
             self.step_finished()
+        self.end_steps()
+
+    def end_steps(self) -> None:
+        """Say that no step follows, in a custom loop; ``steps`` does it after its last step.
+
+        A rank may then work for which the others wait, such as saving the model. It is not taken for hung before
+        ``--work-limit-s``. If a rank is lost in that work, the function is called again, with no step left: so that
+        work may only use what is tracked, or what the function makes before its loop.
+        """
+        self._session.on_steps_ended(self._finished_step)
 
     def seed_step(self, step: int, *, seed: int = 0) -> None:
         """Seed the random streams of ``step`` as ``steps`` does, for a custom loop; random state is not restored

@@ -91,6 +91,9 @@ class TrainingSession:
     def on_step_finished(self, step: int) -> None:
         """Record that a step is finished and snapshot the tracked state. May raise Regroup."""
 
+    def on_steps_ended(self, step: int) -> None:
+        """Record that ``step`` was the last one: what follows is the work after the loop."""
+
     def report_loss(self, loss: torch.Tensor | float) -> None:
         """Report the loss of the running step."""
 
@@ -174,6 +177,7 @@ class GenerationSession(TrainingSession):
         self._restored_step = 0
         self._shares_tally = False
         self._regroup_record: RegroupRecord | None = None
+        self._phases_before_step: dict[str, float] = {}  # of a regrouping that ended before any step
         self._restoration: Restoration | None = None
         self._restored_values: RestoredValues | None = None
         self._running_buffers: frozenset[str] = frozenset()
@@ -278,12 +282,17 @@ class GenerationSession(TrainingSession):
             if self._snapshotter is not None:
                 self._snapshotter.begin(step)
                 self.progress.snapshot_every = self._snapshotter.interval_at(step)
-            if self.timeline is not None:
-                phases_s = self._report_resumed(step)
-                if self._spec.number > 1:
-                    self._record_regroup(step, phases_s)
+            phases_s = self._report_resumed(step) if self.timeline is not None else self._phases_before_step
+            if phases_s and self._spec.number > 1:
+                self._record_regroup(step, phases_s)
+            self._phases_before_step = {}
             self.tally.finish_step(step, self.clock.wall())
         self._raise_if_over()
+
+    def on_steps_ended(self, step: int) -> None:
+        self.progress.end_steps(step)
+        if self.timeline is not None:  # no step was left here; a second loop may have some
+            self._phases_before_step = self._report_resumed(step)
 
     def report_loss(self, loss: torch.Tensor | float) -> None:
         self.progress.loss.update(loss)

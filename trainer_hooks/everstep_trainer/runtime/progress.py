@@ -85,6 +85,8 @@ class WorkSection(msgspec.Struct, frozen=True):
     limit_s: float | None = None
 
 
+AFTER_LAST_STEP = WorkSection("the work after the last step")
+
 MAX_PLANNED_STEP = 10**12
 """Last steps beyond this number stand for a loop without end."""
 
@@ -110,6 +112,7 @@ class StepProgress:
         self._sections: list[WorkSection] = []
         self.world_size = 1
         self.uses_gpu = False
+        self._has_ended = False  # no step follows
 
     def enter(
         self, generation: int, count_collectives: Callable[[], int], *, world_size: int = 1, uses_gpu: bool = False
@@ -119,8 +122,8 @@ class StepProgress:
         self.begun_step = 0  # first: the signal thread must not take it for a step of the new generation
         self.generation = generation
         self.finished_before = self.finished_step
-        self.finished_steps_here = 0
-        self._sections = []
+        self.finished_steps_here = self.until_step = 0
+        self._sections, self._has_ended = [], False
         self._before_s = self.median_step_s
         self._durations.clear()
         self._busy.clear()
@@ -150,18 +153,29 @@ class StepProgress:
         finally:
             sections.pop()
 
+    def end_steps(self, step: int) -> None:
+        """Record that no step follows ``step``. Other ranks may wait for the work that does, such as a last save."""
+        self.until_step, self._has_ended = step, True
+
+    @property
+    def had_no_step_left(self) -> bool:
+        """Whether this generation began after the last step, so that its training function ran no step."""
+        return bool(self.until_step) and self.finished_step >= self.until_step and not self.finished_steps_here
+
     @property
     def current_section(self) -> WorkSection | None:
-        """The innermost section that the main thread is in."""
+        """The innermost section that the main thread is in; after the last step it is in one to the end."""
         sections = list(self._sections)  # one copy, since the main thread changes it
-        return sections[-1] if sections else None
+        if sections:
+            return sections[-1]
+        return AFTER_LAST_STEP if self._has_ended else None
 
     def plan(self, until: int) -> None:
         """Record the last step; a number without meaning, such as ``sys.maxsize``, counts as not known."""
-        self.until_step = int(until) if 0 < until <= MAX_PLANNED_STEP else 0
+        self.until_step, self._has_ended = int(until) if 0 < until <= MAX_PLANNED_STEP else 0, False
 
     def begin_step(self, step: int) -> None:
-        self.begun_step = max(self.begun_step, step)
+        self.begun_step, self._has_ended = max(self.begun_step, step), False
 
     def finish_step(self, step: int) -> None:
         now = perf_counter()

@@ -95,6 +95,17 @@ def describe_error(error: BaseException, limit: int = 4096) -> str:
     return (f"{kind}: {' '.join(lines)}" if lines else kind)[:limit]
 
 
+def explain_missing_step(error: BaseException) -> str:
+    """Return a sentence to add to an error of a training function that had no step left; "" if it explains nothing."""
+    if not isinstance(error, NameError):  # UnboundLocalError is one
+        return ""
+    return (
+        " (No step was left when this generation began, so run.steps yielded none, and a variable that only the loop "
+        "sets has no value. The training function was called again for the work after its loop. Set the variable "
+        "before the loop, or compute it from tracked state)"
+    )
+
+
 def full_traceback(error: BaseException, limit: int = 65_000) -> str:
     """Return the traceback with causes; only the end if it is longer than ``limit`` characters."""
     return _sendable("".join(traceback.format_exception(error)))[-limit:]
@@ -367,6 +378,8 @@ class Worker:
             raise failure
         at_boundary = isinstance(failure, Regroup) and not self._directives.is_generation_over(spec.number, -1)
         communication, text, trace = is_communication_error(failure), describe_error(failure), full_traceback(failure)
+        if self._progress.had_no_step_left:
+            text += explain_missing_step(failure)
         clear_frames(failure)
         self._leave_group(must_abort=not at_boundary)
         self._timeline.end("teardown")

@@ -14,6 +14,7 @@ from everstep_trainer.runtime.worker import (
     UnattributedFailures,
     clear_frames,
     describe_error,
+    explain_missing_step,
     full_traceback,
     is_communication_error,
 )
@@ -252,3 +253,8 @@ def test_persistent_lookalike_error_ends_the_job_with_traceback(forks):
             if isinstance(m, CollectiveFailed) and m.rank == 0 and m.generation == 3
         ]
         assert scene.finish(ok=False, reason="a user's error") == [1, 1]
+
+
+def test_missing_variable_of_the_loop_is_explained() -> None:
+    assert "Set the variable before the loop" in explain_missing_step(UnboundLocalError("loss"))
+    assert explain_missing_step(ValueError("loss")) == ""

@@ -48,3 +48,37 @@ def test_last_step_is_a_number_that_heartbeats_can_carry(until: int, planned: in
     steps = StepProgress(5)
     steps.plan(until)
     assert msgspec.json.encode(steps.until_step) == str(planned).encode()
+
+
+def test_work_after_last_step_is_a_section() -> None:
+    steps = StepProgress(5)
+    steps.enter(1, int)
+    steps.plan(1)
+    steps.begin_step(1)
+    steps.finish_step(1)
+    assert steps.current_section is None
+    steps.end_steps(1)
+    assert steps.current_section == progress.AFTER_LAST_STEP
+    with steps.section("export"):
+        assert steps.current_section == progress.WorkSection("export")
+    steps.plan(2)  # a second loop
+    assert steps.current_section is None
+    steps.end_steps(1)
+    steps.enter(2, int)
+    assert steps.current_section is None
+    assert steps.until_step == 0
+
+
+def test_generation_without_step_left_is_recognized() -> None:
+    steps = StepProgress(5)
+    steps.enter(1, int)
+    steps.plan(1)
+    steps.finish_step(1)
+    steps.end_steps(1)
+    assert not steps.had_no_step_left
+    steps.enter(2, int)
+    steps.resume_from(1)
+    assert not steps.had_no_step_left, "the loop has not begun"
+    steps.plan(1)
+    steps.end_steps(1)
+    assert steps.had_no_step_left

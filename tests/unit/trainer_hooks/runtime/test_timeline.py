@@ -78,3 +78,17 @@ def test_resumed_separates_start_and_compile_time(forks: ForkPool) -> None:
         (second,) = scene.heard(Resumed, 1, where=lambda m: m.generation == 2)
         assert "start" not in second.phases_s, "the process was there"
         assert second.phases_s["compile"] > 0.0
+
+
+def finish_without_step(run: Run) -> None:
+    """A training function whose last step was finished by an earlier generation."""
+    assert list(run.steps(until=0)) == []
+
+
+def test_generation_without_step_left_resumes(forks: ForkPool) -> None:
+    with stage(forks, finish_without_step) as scene:
+        scene.start(0)
+        scene.form(1, 0)
+        (resumed,) = scene.heard(Resumed, 1, where=lambda m: m.generation == 1)
+        assert resumed.step == 0
+        assert "first_step" in resumed.phases_s
