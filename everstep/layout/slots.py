@@ -158,6 +158,42 @@ def _matching_slots(header: SegmentHeader, clue_at: Callable[[int], SegmentHint 
     return sum(clue_at(header.slot_offset(slot)) == (header.nonce, slot, header.slots) for slot in range(header.slots))
 
 
+# ---- finished step: how far the rank that writes the segment is, in the first page behind the header
+#
+# Written by the training thread as a step ends, without a copy: a mark that does not match its digest counts as none::
+#
+#   1024  u64  generation    1032  u64  step    1040  u32  rank    1044  u32  zero
+#   1048  u64  xxh3-64 of the bytes before it
+
+FINISHED_OFFSET = 1024
+_FINISHED_BODY = struct.Struct("<QQII")
+
+
+class FinishedStep(msgspec.Struct, frozen=True):
+    """The last step that a rank has finished in a generation; the step it was restored from before the first."""
+
+    generation: int
+    step: int
+    rank: int
+
+
+def write_finished(buffer: memoryview, finished: FinishedStep) -> None:
+    """Write the mark into a segment."""
+    body = _FINISHED_BODY.pack(finished.generation, finished.step, finished.rank, 0)
+    raw = body + xxhash.xxh3_64_digest(body)
+    buffer[FINISHED_OFFSET : FINISHED_OFFSET + len(raw)] = raw
+
+
+def read_finished(buffer: memoryview) -> FinishedStep | None:
+    """Return the mark; None if there is none, or its writer died while it wrote."""
+    body = bytes(buffer[FINISHED_OFFSET : FINISHED_OFFSET + _FINISHED_BODY.size])
+    at = FINISHED_OFFSET + _FINISHED_BODY.size
+    if xxhash.xxh3_64_digest(body) != bytes(buffer[at : at + 8]):
+        return None
+    generation, step, rank, _ = _FINISHED_BODY.unpack(body)
+    return FinishedStep(generation, step, rank) if generation else None
+
+
 # ---- slot header: two equal records, each with its own digest
 #
 # The first record counts if its digest is right, else the second. A writer writes both, the first one first, before any
@@ -416,6 +452,14 @@ class SegmentView:
         if not 0 <= slot < self.slots:
             raise IndexError(f"slot {slot} of {self.slots}")
         return self.segment.slot_offset(slot)
+
+    def mark_finished(self, finished: FinishedStep) -> None:
+        """Note how far the rank is that writes this segment."""
+        write_finished(self._buffer, finished)
+
+    def finished(self) -> FinishedStep | None:
+        """Return how far the rank is that wrote this segment; None if it is not known."""
+        return read_finished(self._buffer)
 
     # --- headers ------------------------------------------------------------------------------------------------------
 

@@ -107,7 +107,7 @@ UNBOUND = KILL + "    print(float(loss))\n"
 
 def end_with(shown: str, work: str) -> str:
     """The script of a page, with work after its last step."""
-    before, end, after = shown.rpartition("    if run.rank == 0:\n        print(f\"finished")
+    before, end, after = shown.rpartition('    if run.rank == 0:\n        print(f"finished')
     return re.sub(r"until=\d+", "until=8", before) + work.lstrip("\n") + end + after
 
 

@@ -385,6 +385,8 @@ class SlotInfo(Message, frozen=True, kw_only=True, array_like=True):
 
     ``parity_group``: the slot is gone, and vaults rebuild it from this group when it is fetched; ``node`` had it, and
     ``path`` and ``slot`` are meaningless.
+    ``finished``: the last generation and step that the segment's rank has finished, as it noted itself; None if that
+    is not known. The step may be older or newer than that of ``version``. ``finished_by`` is the rank.
     """
 
     node: NodeId
@@ -395,6 +397,8 @@ class SlotInfo(Message, frozen=True, kw_only=True, array_like=True):
     replica: bool
     manifest_digest: str
     parity_group: ParityGroup | None = None
+    finished: Version | None = None
+    finished_by: Rank = 0
 
     def is_on(self, node: str) -> bool:
         """Return whether its file is on that node."""

@@ -39,6 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from everstep_trainer.data.epochs import EpochLoader
 from everstep_trainer.data.loader import Loader
+from everstep_trainer.integrations.lightning_files import CsvRows, keep_logger_versions, keep_newer_state
 from everstep_trainer.integrations.lightning_packages import (
     EverstepEnvironment,
     RunStrategyMixin,
@@ -99,6 +100,7 @@ class EverstepCallback(Callback):
         self._run, self._seed, self._extra_objects = run, seed, extra_objects
         self._steps: Iterator[int] = iter(())
         self._updates = -1  # Lightning's update count when the running step began; -1 equals none of them
+        self.csv_rows: CsvRows | None = None  # read before any logger is used
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Track the objects: the strategy has set them up, and loops and data have not begun."""
@@ -109,6 +111,9 @@ class EverstepCallback(Callback):
         model = trainer.strategy.model if isinstance(trainer.strategy, _DDP_STRATEGIES) else pl_module
         named["progress"] = _FitProgress(trainer)
         self._run.track(model=model, optimizer=[*trainer.optimizers], **named, **self._all_extra_objects(trainer))
+        keep_newer_state(self._run, trainer)
+        if self.csv_rows is not None:
+            self.csv_rows.restore(trainer.fit_loop.epoch_loop._batches_that_stepped)
         self._record_completed(trainer)
         self._updates = -1
         self._steps = self._run.steps(until=sys.maxsize, seed=self._seed)
@@ -127,6 +132,7 @@ class EverstepCallback(Callback):
     def finish(self, trainer: Trainer) -> None:
         """Finish the last step, after all hooks of the training's end."""
         self._finish_step(trainer)
+        self._run.end_steps()
 
     def _all_extra_objects(self, trainer: Trainer) -> dict[str, Any]:
         return self._extra_objects
@@ -139,6 +145,8 @@ class EverstepCallback(Callback):
         """Finish a step only if there was an update: accumulated gradients are in no version."""
         if trainer.global_step != self._updates:
             self._updates = trainer.global_step
+            if self.csv_rows is not None:
+                self.csv_rows.save()
             next(self._steps)
 
 
@@ -261,6 +269,9 @@ class _TrainerStrategy(RunStrategyMixin):
             options = self.everstep_options
             self._callback = _StrategyCallback(self.run, seed=options["seed"], **options["tracked"])
             trainer.callbacks.insert(0, self._callback)
+        if self._callback is not None and trainer.state.fn == "fit":
+            keep_logger_versions(self.run, trainer.loggers)
+            self._callback.csv_rows = CsvRows(self.run, trainer.loggers)
 
     def _setup_model(self, model: torch.nn.Module) -> torch.nn.Module:
         if not self.run.distributed:

@@ -23,6 +23,8 @@ transformers 5.23.
 from __future__ import annotations
 
 import itertools
+import json
+import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -38,6 +40,11 @@ from everstep_trainer.integrations.accelerate import reset_accelerate, unprepare
 from everstep_trainer.run import Run
 
 __all__ = ["attach", "reset_accelerate"]
+
+log = logging.getLogger(__name__)
+
+MAX_LOG_ROWS = 5000
+"""Rows of a Trainer's ``log_history`` that are restored, the newest ones."""
 
 
 def attach(
@@ -106,10 +113,26 @@ class _EverstepCallback(TrainerCallback):
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # inside accelerate's wrapper
         self._run.track(model=trainer.model_wrapped, optimizer=optimizer, **named, **self._extra_objects)
         self._steps, self._updates = self._run.steps(until=sys.maxsize, seed=self._seed), -1
-        finished = self._run.last_finished_step
-        state.global_step = trainer._initial_global_step = trainer._globalstep_last_logged = finished
+        state.global_step = self._choose_update(state.global_step)
+        trainer._initial_global_step = trainer._globalstep_last_logged = state.global_step
         if state.global_step >= state.max_steps:
             control.should_training_stop = True
+
+    def _choose_update(self, loaded: int) -> int:
+        """Return the update to continue after; ``loaded`` is that of ``train(resume_from_checkpoint=...)``, or 0.
+
+        Raises:
+            ValueError: Batches come from a loader, whose place in a checkpoint of the Trainer is not known.
+        """
+        if loaded and not self._run.last_finished_step:
+            raise ValueError(
+                "train(resume_from_checkpoint=...) cannot continue batches of run.loader: attach(trainer, run) without "
+                "a loader, or start from the checkpoint's weights alone with everstep-launch --start-from"
+            )
+        if loaded and self._run.rank == 0:
+            message = "resume_from_checkpoint is not used: it has update %d, and the run continues after update %d"
+            log.warning(message, loaded, self._run.last_finished_step)
+        return self._run.last_finished_step
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Finish the step before: evaluation and saving after its update belong to it."""
@@ -117,6 +140,7 @@ class _EverstepCallback(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._finish_step(state)
+        self._run.end_steps()
 
     def _finish_step(self, state: TrainerState) -> None:
         if state.global_step != self._updates:
@@ -167,6 +191,10 @@ class _Epochs:
         self._begin, self._now = _Place(), _Place()
         self._loader: _TrainingLoader | None = None
         self._batches_of_epoch = 0
+        self.checkpoint: Any = None  # of train(resume_from_checkpoint=...)
+        self.loaded_updates = self.restored_updates = 0  # of the checkpoint, and of the restored version
+        self._file_place = 0, 0  # epoch and finished updates in it
+        self._history = LogHistory()
         self._make_loader: Callable[[], Any] = trainer.get_train_dataloader
         self._init_state: Callable[..., tuple[int, int]] = trainer._init_training_state
         self._epoch_loop: Callable[..., None] = trainer._run_epoch
@@ -214,9 +242,25 @@ class _Epochs:
 
     def init_state(self, *arguments: Any, **options: Any) -> tuple[_Place, int]:
         """Return a place in the epochs that is read after the restore."""
-        self._init_state(*arguments, **options)
+        epoch, batches = self._init_state(*arguments, **options)
         self._begin, self._now = _Place(), _Place()
+        self.checkpoint = arguments[3] if len(arguments) > 3 else options.get("resume_from_checkpoint")
+        self.loaded_updates = self._trainer.state.global_step
+        self._file_place = epoch, batches // self._trainer.args.gradient_accumulation_steps
         return self._begin, 0
+
+    def continue_file(self) -> None:
+        """Begin where the checkpoint of ``train(resume_from_checkpoint=...)`` was saved."""
+        for place in (self._begin, self._now):
+            place.epoch, place.updates = self._file_place
+
+    def load_file(self) -> None:
+        """Load that checkpoint again, over an older state that was restored since."""
+        trainer = self._trainer
+        trainer._load_from_checkpoint(self.checkpoint, trainer.model_wrapped)
+        trainer._load_optimizer_and_scheduler(self.checkpoint)
+        trainer._load_scaler(self.checkpoint)
+        self.continue_file()
 
     def run_epoch(self, *, epoch: int, steps_in_epoch: int, num_update_steps_per_epoch: int, **options: Any) -> None:
         """Run what remains of an epoch."""
@@ -255,6 +299,8 @@ class _Epochs:
             "best": [state.best_metric, state.best_global_step, state.best_model_checkpoint],
             "tokens": int(state.num_input_tokens_seen),
             "stops": self._trainer.control.should_training_stop,
+            "updates_in_all": state.global_step,
+            "history": self._history.encode(state.log_history),
             "callbacks": [callback.state()["attributes"] for callback in self._callbacks()],
         }
 
@@ -265,12 +311,41 @@ class _Epochs:
         state.best_metric, state.best_global_step, state.best_model_checkpoint = stored["best"]
         state.num_input_tokens_seen = stored["tokens"]
         self._trainer.control.should_training_stop = stored["stops"]
+        self.restored_updates = stored["updates_in_all"]
+        state.log_history = self._history.decode(stored["history"])
         for callback, attributes in zip(self._callbacks(), stored["callbacks"], strict=True):
             vars(callback).update(attributes)
 
     def _callbacks(self) -> list[Any]:
         """Return the callbacks with a state, such as EarlyStoppingCallback."""
         return [one for one in self._trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
+
+
+class LogHistory:
+    """The rows of a Trainer's ``log_history`` as one text, which grows with the rows.
+
+    Times are left out: they differ from rank to rank, and any rank's state may replace that of a lost rank.
+    """
+
+    def __init__(self) -> None:
+        self._lines: deque[str] = deque(maxlen=MAX_LOG_ROWS)
+        self._count, self._text = 0, ""
+
+    def encode(self, rows: list[dict[str, Any]]) -> str:
+        if len(rows) < self._count:
+            self._lines.clear()
+            self._count = 0
+        if len(rows) != self._count:
+            self._lines.extend(json.dumps(_without_times(row), default=float) for row in rows[self._count :])
+            self._count, self._text = len(rows), "\n".join(self._lines)
+        return self._text
+
+    def decode(self, text: str) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in text.splitlines()]
+
+
+def _without_times(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if not name.endswith(("_runtime", "_per_second"))}
 
 
 class _EpochCallback(_EverstepCallback):
@@ -281,6 +356,24 @@ class _EpochCallback(_EverstepCallback):
     ) -> None:
         super().__init__(trainer, run, seed, exact, {"epochs": epochs} | extra_objects)
         self._epochs = epochs
+
+    def _choose_update(self, loaded: int) -> int:
+        """Take the newer one of the state in memory and the checkpoint; after a regroup memory has the state."""
+        epochs, restored = self._epochs, self._epochs.restored_updates
+        if not epochs.loaded_updates:
+            return restored
+        is_regroup = self._run.generation > 1 and self._run.last_finished_step > 0
+        from_file = not is_regroup and epochs.loaded_updates > restored
+        if self._run.rank == 0 and self._run.last_finished_step:
+            message = "resume_from_checkpoint=%s has update %d, the run's own state update %d: it continues after %d"
+            after = epochs.loaded_updates if from_file else restored
+            log.warning(message, epochs.checkpoint, epochs.loaded_updates, restored, after)
+        if not from_file:
+            return restored
+        if self._run.last_finished_step:
+            epochs.load_file()
+        epochs.continue_file()
+        return epochs.loaded_updates
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._epochs.count_update(state)

@@ -197,7 +197,8 @@ class RestoreAgreement:
     def propose(self, attempt: int, bad_slots: set[SlotKey]) -> None:
         """Publish the choice of this attempt, made without the slots that proved bad; for rank 0."""
         proposal = self._decide(bad_slots)
-        if proposal.version is None or proposal.version != proposal.newest:
+        is_newest = proposal.version == proposal.newest or (proposal.choice is not None and proposal.choice.repeats)
+        if proposal.version is None or not is_newest:
             self._known += self._ask_former_nodes(FORMER_NODE_TIMEOUT_S)
             proposal = self._decide(bad_slots)
         if proposal.version is None and (protection := self._rule.protection) is not None:
@@ -208,7 +209,16 @@ class RestoreAgreement:
         if proposal.choice is None:
             self._known += self._ask_former_nodes(LAST_CHANCE_TIMEOUT_S)
             proposal = self._decide(bad_slots)
+        if proposal.choice is not None and proposal.choice.unfinished:
+            self._tell_unfinished(proposal.choice)
         put_value(self._store, f"restore/choice/{attempt}", proposal)
+
+    def _tell_unfinished(self, choice: VersionChoice) -> None:
+        if choice.repeats:
+            log.info("%s, so that step is computed again", choice.unfinished, extra=self._log_fields)
+            return
+        message = "%s, and the run continues after it: what the script does there, such as a save, is not made again"
+        log.warning(message, choice.unfinished, extra=self._log_fields)
 
     def _decide(self, bad_slots: set[SlotKey]) -> VersionProposal:
         slots = tuple(slot for slot in self._known if slot_key(slot) not in bad_slots)

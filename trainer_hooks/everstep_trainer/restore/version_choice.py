@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
+from msgspec.structs import replace
 
 from everstep.errors import MalformedMessage, NotRestorable
 from everstep.ids import Version
@@ -15,6 +16,9 @@ from everstep.wire.v1.training import RestoreRule
 
 FIRST_CHECKPOINT_RANK = 1 << 19
 """Rank numbers from here on belong to DCP checkpoints of a job (memory_tier/dcp), not to its ranks."""
+
+MAX_REPEATED_STEPS = 8
+"""Steps that are computed again at most so that a rank does again what it does at the end of a step."""
 
 ManifestOf = Callable[[str], Manifest]
 """Returns the manifest of a digest. Raises MalformedMessage if it is missing or unreadable."""
@@ -26,6 +30,8 @@ class VersionChoice(msgspec.Struct, frozen=True):
     version: Version | None
     slots: tuple[SlotInfo, ...]
     sentence: str
+    unfinished: str = ""  # which ranks had not come to the end of the newest complete version's step
+    repeats: bool = False  # an earlier version was chosen for that, so that the step is computed again
 
 
 def only_snapshots(slots: Iterable[SlotInfo]) -> tuple[SlotInfo, ...]:
@@ -51,16 +57,20 @@ def choose_version(rule: RestoreRule, slots: Sequence[SlotInfo], manifest_of: Ma
         if is_admitted(rule, slot.version):
             admitted[slot.version].append(slot)
     gaps: list[str] = []
+    unfinished: VersionChoice | None = None
     for version, holders in sorted(admitted.items(), reverse=True):
+        if unfinished is not None and not _may_repeat(version, unfinished):
+            break
         gap = describe_missing(holders, manifest_of)
-        if not gap:
-            newer = f"; not {' and not '.join(gaps)}" if gaps else ""
-            ordered = sorted(holders, key=lambda slot: (slot.rank, slot.node, slot.replica, slot.path, slot.slot))
-            reason = f"{version} is the newest complete version"
-            if rule.floor is not None and version < rule.floor:
-                reason = f"{rule.floor} was committed but is lost; {version}, protected by parity, is complete"
-            return VersionChoice(version, tuple(ordered), f"{reason}{newer}")
-        gaps.append(f"{version}: {gap}")
+        behind = "" if gap or version == rule.floor else describe_unfinished(version, slots)
+        if not gap and not behind:
+            choice = _chosen(rule, version, holders, gaps)
+            return replace(choice, unfinished=unfinished.unfinished, repeats=True) if unfinished else choice
+        if behind and unfinished is None:
+            unfinished = replace(_chosen(rule, version, holders, gaps), unfinished=behind)
+        gaps.append(f"{version}: {gap or behind}")
+    if unfinished is not None:
+        return unfinished
     if rule.floor is None:
         sentence = f"no version is complete, and none was committed: from scratch ({'; '.join(gaps)})"
         return VersionChoice(None, (), sentence)
@@ -72,6 +82,43 @@ def choose_version(rule: RestoreRule, slots: Sequence[SlotInfo], manifest_of: Ma
     if rule.storage_url:
         return VersionChoice(None, (), f"{lost}; the job restores {rule.storage_url}")
     raise NotRestorable(lost)
+
+
+def _chosen(rule: RestoreRule, version: Version, holders: Sequence[SlotInfo], gaps: Sequence[str]) -> VersionChoice:
+    newer = f"; not {' and not '.join(gaps)}" if gaps else ""
+    ordered = sorted(holders, key=lambda slot: (slot.rank, slot.node, slot.replica, slot.path, slot.slot))
+    reason = f"{version} is the newest complete version"
+    if rule.floor is not None and version < rule.floor:
+        reason = f"{rule.floor} was committed but is lost; {version}, protected by parity, is complete"
+    return VersionChoice(version, tuple(ordered), f"{reason}{newer}")
+
+
+def describe_unfinished(version: Version, slots: Sequence[SlotInfo]) -> str:
+    """Return which ranks had updated the state to ``version`` but had not come to the end of its step, in words.
+
+    Such a rank may have died, or may have been interrupted, in what the script does at the end of a step, such as a
+    save. The other ranks may have stored the version without it. Empty if there is no such rank.
+    """
+    behind = sorted(
+        {
+            (slot.finished_by, slot.node)
+            for slot in slots
+            if slot.finished is not None
+            and slot.finished.generation == version.generation
+            and slot.finished.step < version.step
+        }
+    )
+    if not behind:
+        return ""
+    rank, node = behind[0]
+    more = f" and {len(behind) - 1} more" if len(behind) > 1 else ""
+    return f"rank {rank} on {node}{more} had not come to the end of step {version.step}"
+
+
+def _may_repeat(version: Version, unfinished: VersionChoice) -> bool:
+    """Return whether few enough steps lie between the versions to compute them again for the end of one step."""
+    newer = unfinished.version
+    return newer is not None and newer.step - version.step <= MAX_REPEATED_STEPS
 
 
 def describe_missing(holders: Sequence[SlotInfo], manifest_of: ManifestOf) -> str:

@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
+import msgspec
 from torch._C._distributed_c10d import Store
 
 from everstep.clock import Clock
 from everstep.errors import DigestMismatch, EverstepError
 from everstep.ids import Version
-from everstep.layout.slots import SegmentView, segment_name
+from everstep.layout.slots import FinishedStep, SegmentView, segment_name
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.training import FindingRaised, GenerationSpec, Member, VersionSealed
 from everstep_trainer.memory_tier.vault_client import VaultClient
@@ -135,6 +136,8 @@ class Snapshotter:
         self._sources: SnapshotSources | None = None
         self._scan: TensorScan | None = None
         self._begun_step = 0
+        self._finished = FinishedStep(spec.number, 0 if restored is None else restored.step, member.rank)
+        self._mark_lock = threading.Lock()
         if state.is_complete():
             self._scan = self._rescan(0)
         self._thread = threading.Thread(target=self._run, name="everstep-copier", daemon=True)
@@ -146,11 +149,19 @@ class Snapshotter:
         """Snapshot the state after ``step``, if it is stored, once the previous snapshot is sealed; no changes before
         ``wait`` returns. Waits for the copy, so that the step outlives this process, if state is sharded or unshared
         and not overlapped, or changes without ``wait``. Raises TypeError if tracked state cannot be stored."""
+        self._finished = msgspec.structs.replace(self._finished, step=step)
+        self._mark_finished()
         self._pace.end_step(step)
         self._stopwatch.end_step(() if self._scan is None else self._scan.gpus)
         if self._retention.is_candidate(step) or (not self._plans.candidates_only and self._pace.is_due(step)):
             with self._stopwatch.blocked(has_snapshot=True):
                 self._begin(step)
+
+    def _mark_finished(self) -> None:
+        """Note in the segment how far this rank is: others store the version even if it died at the step's end."""
+        with self._mark_lock:  # the copier's thread opens segments
+            if (planned := self._plans.current) is not None:
+                planned.segment.view.mark_finished(self._finished)
 
     def interval_at(self, step: int) -> int:
         """Return the number of steps between snapshots at ``step``; 0 if only versions to be committed are stored."""
@@ -343,6 +354,7 @@ class Snapshotter:
             self._retry_at = self._clock.monotonic() + RETRY_S
             raise
         self._retry_at = float("-inf")
+        self._mark_finished()
         return planned
 
     def _snapshot(self, job: SnapshotJob) -> None:

@@ -226,6 +226,7 @@ class SegmentFile:
         return DamageReport(self.key.job, f"{self.key.job}/{owner}", message, evidence)
 
     def slot_info(self, node: str, slot: int, header: SlotHeader) -> SlotInfo:
+        mark = self.view.finished() if self.key.kind == "own" else None
         return SlotInfo(
             node=node,
             rank=header.rank,
@@ -234,6 +235,8 @@ class SegmentFile:
             slot=slot,
             replica=self.key.kind != "own",
             manifest_digest=self.view.digests(slot)[0].hex(),
+            finished=None if mark is None else Version(mark.generation, mark.step),
+            finished_by=0 if mark is None else mark.rank,
         )
 
 

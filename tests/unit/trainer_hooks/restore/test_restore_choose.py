@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import pytest
 from everstep_trainer.restore.version_choice import choose_version
 
@@ -128,3 +129,35 @@ def test_storage_is_chosen_only_without_a_version_in_memory() -> None:
     assert choice.version is None
     assert "version 1:10 was committed" in choice.sentence
     assert choice.sentence.endswith("the job restores /stored/job/step-00000005-g1")
+
+
+def finished(slots: Sequence[SlotInfo], rank: int, step: int, generation: int = 1) -> list[SlotInfo]:
+    """The slots, whose rank ``rank`` noted that step as its last finished one."""
+    mark = {"finished": Version(generation, step), "finished_by": rank}
+    return [msgspec.structs.replace(one, **mark) if one.rank == rank else one for one in slots]
+
+
+def test_step_whose_end_a_rank_did_not_reach_is_repeated() -> None:
+    choice = choose_version(RestoreRule(floor=OLD), finished(both(OLD, MIDDLE), 1, 9), manifest_of)
+    assert (choice.version, choice.repeats) == (OLD, True)
+    assert choice.unfinished == "rank 1 on n1 had not come to the end of step 10"
+
+
+@pytest.mark.parametrize(("step", "generation"), [(10, 1), (11, 1), (10, 2), (9, 2)])
+def test_finished_or_unknown_step_is_not_repeated(step: int, generation: int) -> None:
+    slots = finished(both(OLD, MIDDLE), 1, step, generation)
+    choice = choose_version(RestoreRule(floor=OLD), slots, manifest_of)
+    assert (choice.version, choice.repeats, choice.unfinished) == (MIDDLE, False, "")
+
+
+def test_unfinished_step_is_named_without_earlier_version() -> None:
+    early = Version(1, 1)
+    for slots in (both(MIDDLE), both(early, MIDDLE)):
+        choice = choose_version(RestoreRule(floor=early), finished(slots, 0, 9), manifest_of)
+        assert (choice.version, choice.repeats) == (MIDDLE, False)
+        assert choice.unfinished == "rank 0 on n0 had not come to the end of step 10"
+
+
+def test_committed_version_is_finished_by_all_ranks() -> None:
+    choice = choose_version(RestoreRule(floor=MIDDLE), finished(both(MIDDLE), 0, 9), manifest_of)
+    assert (choice.version, choice.unfinished) == (MIDDLE, "")
