@@ -23,25 +23,32 @@ _versions: dict[str, dict[int, Any]] = {}
 
 def keep_logger_versions(run: Run, loggers: list[Any]) -> None:
     """Give loggers without a version of their own the one that they had in earlier generations. A collective."""
-    open_ones = [place for place, logger in enumerate(loggers) if getattr(logger, "_version", "") is None]
-    if not open_ones or not run.job:
+    if not run.job or not any(hasattr(logger, "_get_next_version") for logger in loggers):
         return
-    known = _shared(run, _versions.get(run.job))
-    if known is None or not set(open_ones) <= known.keys():
-        found = {place: loggers[place].version for place in open_ones} if run.rank == 0 else None
-        known = (known or {}) | (_shared(run, found) or {})
+    chosen = {place for place, logger in enumerate(loggers) if _chooses_version(logger)}
+    ranks = _gathered(run, (chosen, _versions.get(run.job)))
+    places = sorted(set().union(*(rank_places for rank_places, _ in ranks)))
+    known: dict[int, Any] = next((versions for _, versions in ranks if versions is not None), {})
+    if not set(places) <= known.keys():
+        (found, *_) = _gathered(run, {place: loggers[place].version for place in places})
+        known = found | known
     _versions[run.job] = known
-    for place in open_ones:
+    for place in places:
         loggers[place]._version = known[place]
 
 
-def _shared(run: Run, value: dict[int, Any] | None) -> dict[int, Any] | None:
-    """Return the first rank's value that is not None."""
-    if not run.distributed:
-        return value
-    values: list[dict[int, Any] | None] = [None] * run.world_size
-    dist.all_gather_object(values, value)
-    return next((one for one in values if one is not None), None)
+def _chooses_version(logger: Any) -> bool:
+    """Return whether the logger takes the next free version, which it may have looked up already."""
+    version = getattr(logger, "_version", "")
+    return version is None or (hasattr(logger, "_get_next_version") and version == logger._get_next_version())
+
+
+def _gathered(run: Run, value: Any) -> list[Any]:
+    """Return the values of all ranks."""
+    values = [value] * run.world_size
+    if run.distributed:
+        dist.all_gather_object(values, value)
+    return values
 
 
 class CsvRows:

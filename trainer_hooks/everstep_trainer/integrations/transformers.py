@@ -70,8 +70,10 @@ def attach(
         extra_objects: Further objects to track by name, such as callbacks with ``state_dict``.
 
     Raises:
-        ValueError: A loader is given, and the Trainer's arguments have no positive ``max_steps``.
+        ValueError: A loader is given, and the Trainer's arguments have no positive ``max_steps``. Or the Trainer uses
+            generated completions over several updates, and ``exact`` is set.
     """
+    _check_reused_completions(trainer, exact)
     if loader is None:
         if seed is None:
             seed = trainer.args.seed
@@ -86,6 +88,30 @@ def attach(
     trainer.add_callback(callback)
     callbacks = trainer.callback_handler.callbacks
     callbacks.insert(0, callbacks.pop())  # before all others, which then see the restored state
+
+
+def _check_reused_completions(trainer: Trainer, exact: bool) -> None:
+    """Refuse trainers like trl's GRPOTrainer that keep completions for later updates: no version contains them."""
+    arguments = trainer.args
+    iterations, per_generation = (
+        getattr(arguments, key, None) or 1 for key in ("num_iterations", "steps_per_generation")
+    )
+    if (
+        not hasattr(trainer, "_buffered_inputs")
+        or arguments.gradient_accumulation_steps % (iterations * per_generation) == 0
+    ):
+        return
+    sentence = (
+        f"{type(trainer).__name__} uses generated completions over several updates (steps_per_generation="
+        f"{per_generation}, num_iterations={iterations}, gradient_accumulation_steps="
+        f"{arguments.gradient_accumulation_steps}), and they are not stored: after a lost rank it would generate others"
+    )
+    if exact:
+        raise ValueError(
+            f"{sentence}. Set num_iterations=1 and steps_per_generation to gradient_accumulation_steps, or accept that "
+            "by attach(..., exact=False)"
+        )
+    log.warning("%s", sentence)
 
 
 def _remaining_batches(run: Run, loader: Loader, accumulated: int) -> Iterator[Any]:
@@ -108,6 +134,9 @@ class _EverstepCallback(TrainerCallback):
         named = {"schedule": trainer.lr_scheduler}
         if trainer.accelerator.scaler is not None:
             named["scaler"] = trainer.accelerator.scaler
+        reference = getattr(trainer, "ref_model", None)
+        if reference is not None and getattr(args, "sync_ref_model", False):  # it follows the model during training
+            named["ref_model"] = trainer.accelerator.unwrap_model(reference)
         if self._exact:
             self._run.exact_gradients(trainer.model_wrapped)
         optimizer = getattr(trainer.optimizer, "optimizer", trainer.optimizer)  # inside accelerate's wrapper
@@ -194,6 +223,7 @@ class _Epochs:
         self.checkpoint: Any = None  # of train(resume_from_checkpoint=...)
         self.loaded_updates = self.restored_updates = 0  # of the checkpoint, and of the restored version
         self._file_place = 0, 0  # epoch and finished updates in it
+        self._file_history: list[dict[str, Any]] = []
         self._history = LogHistory()
         self._make_loader: Callable[[], Any] = trainer.get_train_dataloader
         self._init_state: Callable[..., tuple[int, int]] = trainer._init_training_state
@@ -246,6 +276,7 @@ class _Epochs:
         self._begin, self._now = _Place(), _Place()
         self.checkpoint = arguments[3] if len(arguments) > 3 else options.get("resume_from_checkpoint")
         self.loaded_updates = self._trainer.state.global_step
+        self._file_history = list(self._trainer.state.log_history)
         self._file_place = epoch, batches // self._trainer.args.gradient_accumulation_steps
         return self._begin, 0
 
@@ -260,6 +291,7 @@ class _Epochs:
         trainer._load_from_checkpoint(self.checkpoint, trainer.model_wrapped)
         trainer._load_optimizer_and_scheduler(self.checkpoint)
         trainer._load_scaler(self.checkpoint)
+        trainer.state.log_history = self._file_history
         self.continue_file()
 
     def run_epoch(self, *, epoch: int, steps_in_epoch: int, num_update_steps_per_epoch: int, **options: Any) -> None:
