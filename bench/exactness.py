@@ -1,11 +1,12 @@
 """What exact mode costs: a step with virtual ranks beside one of DDP or FSDP2 in the same processes.
 
-    python -m bench.exactness [--quick] [--steps 95] [--json FILE]
+    python -m bench.exactness [--quick] [--steps 95] [--width 512] [--ranks 4 3 2 1] [--json FILE]
 
-8 x Linear(512, 512) under AdamW (2.1 M parameters), a global batch of 32, gloo on this machine, one thread a rank. The
-kinds take turns, ten steps each, so that a busy machine is busy for all. Exact mode does as many passes as there are
-virtual ranks, each over fewer samples; its communication does not overlap with the backward pass. Under FSDP2, where
-each layer is sharded for itself, each pass gathers the parameters and sends gradients, and clipping is timed apart.
+8 x Linear(512, 512) under AdamW (2.1 M parameters; --width 1792 has 25.7 M), a global batch of 32, gloo on this
+machine, one thread a rank. The kinds take turns, ten steps each, so that a busy machine is busy for all. Exact mode
+does as many passes as there are virtual ranks, each over fewer samples; its communication does not overlap with the
+backward pass. Under FSDP2, where each layer is sharded for itself, each pass gathers the parameters and sends
+gradients, and clipping is timed apart.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Training:
 
     def __init__(self, kind: str, run: Run, data: torch.Tensor) -> None:
         self.run, self.data = run, data
-        self.model = build_model()
+        self.model = build_model(width=data.shape[1])
         self.whole: nn.Module = self.model
         if kind in (FSDP, SHARDED):
             for layer in (*(part for part in self.model if isinstance(part, nn.Linear)), self.model):
@@ -84,12 +85,12 @@ class Training:
         return clipped
 
 
-def rank_main(rank: int, world: int, folder: str, steps: int) -> None:
+def rank_main(rank: int, world: int, folder: str, steps: int, width: int) -> None:
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(f"{folder}/store-{world}", world)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    data = torch.randn(SAMPLES, WIDTH, generator=torch.Generator().manual_seed(0))
+    data = torch.randn(SAMPLES, width, generator=torch.Generator().manual_seed(0))
     grouped = RankContext(rank=rank, world_size=world, mesh=lambda: init_device_mesh("cpu", (world,)))
     trainings = {
         kind: Training(
@@ -118,9 +119,9 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
     return (parameter.full_tensor() if isinstance(parameter, DTensor) else parameter).detach()
 
 
-def measure(world: int, steps: int) -> Measured:
+def measure(world: int, steps: int, width: int) -> Measured:
     with tempfile.TemporaryDirectory(prefix="everstep-bench-") as folder:
-        processes.spawn(rank_main, (world, folder, steps), nprocs=world)  # type: ignore[no-untyped-call]
+        processes.spawn(rank_main, (world, folder, steps, width), nprocs=world)  # type: ignore[no-untyped-call]
         return Measured(**torch.load(f"{folder}/measured-{world}", weights_only=True))
 
 
@@ -138,25 +139,30 @@ def rows_of(worlds: dict[int, Measured]) -> list[Row]:
         rows.append(Row(f"{on}: {SHARDED}", medians[SHARDED] / medians[FSDP], "x", *judged, against))
         clipping = {kind: statistics.median(seconds) for kind, seconds in measured.clipping.items()}
         rows += [Row(f"{on}: clipping, {kind}", clipping[kind] * 1000, "ms") for kind in (FSDP, SHARDED)]
+    if 1 not in worlds:
+        return rows
     reference: dict[str, str] = {VIRTUALLY: VIRTUALLY, SHARDED: VIRTUALLY, DDP: DDP, FSDP: FSDP}
     differing: Callable[[str], int] = lambda kind: max(  # noqa: E731
         int((m.parameters[kind] != worlds[1].parameters[reference[kind]]).sum()) for m in worlds.values()
     )
     for kind, plain in ((VIRTUALLY, DDP), (SHARDED, FSDP)):
         what = f"parameters that differ from one rank's, {kind}"
-        rows.append(Row(what, differing(kind), "of 2.1 M", 0, 0, f"{plain}: {differing(plain)}"))
+        count = f"of {worlds[1].parameters[plain].numel() / 1e6:.1f} M"
+        rows.append(Row(what, differing(kind), count, 0, 0, f"{plain}: {differing(plain)}"))
     return rows
 
 
 def main() -> int:
     parser = parser_of("exactness", __doc__)
     parser.add_argument("--steps", type=int, default=95, help="steps of each kind that are timed")
+    parser.add_argument("--width", type=int, default=WIDTH, help="width of the layers")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 3, 2, 1], help="numbers of ranks")
     given = parser.parse_args()
     steps = 25 if given.quick else given.steps
     worlds: dict[int, Measured] = {}
     with Progress(transient=True) as bar:
-        for world in bar.track((4, 3, 2, 1), description="exactness"):
-            worlds[world] = measure(world, steps)
+        for world in bar.track(given.ranks, description="exactness"):
+            worlds[world] = measure(world, steps, given.width)
     return finish("Exact mode beside DistributedDataParallel and FSDP2", rows_of(worlds), given.json)
 
 

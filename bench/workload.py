@@ -19,10 +19,10 @@ from torch import nn
 LAYERS, WIDTH, BATCH = 8, 512, 32
 
 
-def build_model(seed: int = 0) -> nn.Sequential:
+def build_model(seed: int = 0, width: int = WIDTH) -> nn.Sequential:
     """The model, equal on every rank."""
     torch.manual_seed(seed)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(LAYERS)))
 
 
 def batch(step: int, rank: int) -> torch.Tensor:
