@@ -228,6 +228,21 @@ def test_sigterm_lets_ranks_save_and_writes_the_newest_version(short_path: Path)
     assert [one.receipt.result for one in stored_receipts(short_path / "state")] == ["interrupted"]
 
 
+@pytest.mark.promise("resumed-by-default")
+def test_same_command_continues_from_storage(short_path: Path) -> None:
+    script = TRAIN.replace("until=60", "until=int(os.environ['UNTIL'])")
+    (short_path / "train.py").write_text(script)
+    argv = ["--nproc-per-node", "2", "--spill-to", "store", "--state-dir", str(short_path / "state"), *PATIENT]
+    for until in (20, 20, 30):
+        with launched(short_path, *argv, "train.py", UNTIL=str(until)) as launcher:
+            assert launcher.wait() == 0, launcher.err
+            made = [step for rank, _, step, _ in Run(short_path, launcher).lines() if rank == 0]
+        assert made == list(range(1, until + 1))
+    assert "continues from step 20" in launcher.err
+    (job,) = (short_path / "store").iterdir()
+    assert {"step-00000020-g1", "step-00000030-g3"} <= {folder.name for folder in job.iterdir()}
+
+
 @pytest.mark.promise("clean-exit")
 @pytest.mark.parametrize("vault_too", [False, True])
 def test_restarted_launcher_restores_from_vault_memory(short_path: Path, vault_too: bool) -> None:

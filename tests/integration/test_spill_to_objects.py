@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from everstep_agent.spill.writer import folder_name
 from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 
@@ -18,6 +17,7 @@ from everstep.errors import NotRestorable
 from everstep.ids import Version
 from everstep.layout.object_storage import filesystem_of
 from everstep.layout.slots import slot_bytes_for
+from everstep.layout.stored_checkpoints import folder_name
 from everstep.wire.v1 import local
 from tests.support.forked import ForkPool
 from tests.support.object_store import ObjectServer, object_server

@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from everstep_agent.spill.writer import folder_name
 
 from everstep.errors import DigestMismatch, EverstepError, NotFound, StaleGeneration, Unavailable
 from everstep.ids import Version
+from everstep.layout.stored_checkpoints import folder_name
 from everstep.wire.v1.local import Protect, Protected, RequestFailed, Spill, Spilled
 from tests.sim import facts
 from tests.sim.vault_memory import Parity, Slot

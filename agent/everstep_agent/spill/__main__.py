@@ -14,11 +14,12 @@ import msgspec
 
 from everstep.errors import DECODE_ERRORS, EverstepError, MalformedMessage, Unavailable
 from everstep.layout.object_storage import storage_errors
+from everstep.layout.stored_checkpoints import folder_name
 from everstep.parent_process import die_with_parent
 from everstep.wire.v1.local import RequestFailed, Spilled
 from everstep_agent.spill.order import MAX_ORDER_BYTES, SpillOrder
 from everstep_agent.spill.target import open_target
-from everstep_agent.spill.writer import CheckpointWriter, SpillSlotReader, folder_name, prune
+from everstep_agent.spill.writer import CheckpointWriter, SpillSlotReader, prune
 
 
 def execute(order: SpillOrder) -> Spilled:
@@ -31,7 +32,7 @@ def execute(order: SpillOrder) -> Spilled:
         written += job.write(source.rank, slot).length
     is_complete = job.complete()
     prunes = is_complete and order.keep
-    removed, remaining = prune(open_target(order.url), order.keep, order.version) if prunes else ([], [])
+    removed, remaining = prune(open_target(order.url), order.keep, order.version, order.earlier) if prunes else ([], [])
     return Spilled(
         request=0,
         folder=folder,

@@ -18,10 +18,12 @@ class SlotSource(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SpillOrder(msgspec.Struct, frozen=True, kw_only=True):
-    """Write ``sources`` of ``version`` to a folder under ``url``, where ``keep`` checkpoints stay (0: all)."""
+    """Write ``sources`` of ``version`` to a folder under ``url``, where ``keep`` checkpoints stay (0: all). What
+    earlier runs wrote beyond ``earlier`` stays too."""
 
     url: str
     version: Version
     sources: tuple[SlotSource, ...]
     manifests: dict[int, bytes]
     keep: int = 0
+    earlier: Version | None = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import re
 import zlib
 from collections.abc import Collection, Iterator, Mapping
 from itertools import accumulate
@@ -21,6 +20,7 @@ from everstep.ids import Version
 from everstep.layout.digests import DIGESTS_FILE, ArchiveDigest, RangeHasher, StoredDigests, encode_digests
 from everstep.layout.manifests import BLOB_LENGTH_BYTES, Manifest, Range, decode_manifest
 from everstep.layout.slots import CHUNK_BYTES, SegmentView, SlotState
+from everstep.layout.stored_checkpoints import METADATA_FILE, folder_name, parse_folder_name
 from everstep.native import DIGEST_BYTES
 from everstep_agent.spill.dcp_metadata import STATE_FORMAT, ObjectEntry, TensorEntry, decode_state, encode_metadata
 from everstep_agent.spill.layout import Division, FilePlan, LiteralBytes, divide, merge_entries, plan_file
@@ -92,8 +92,6 @@ def _map(path: str) -> memoryview:
 
 # Retention: which stored checkpoints may be removed. Pure.
 
-_FOLDER = re.compile(r"step-(\d{8,19})-g(\d{1,10})")
-
 MIN_KEPT_CHECKPOINTS = 2
 """The newest, and the one before it: the vault may be lost with its report that the newest is complete."""
 
@@ -105,24 +103,23 @@ class SpilledCheckpoint(msgspec.Struct, frozen=True):
     completed_at: float | None
 
 
-def folder_name(version: Version) -> str:
-    """Return the name of a version's folder; names sort by step."""
-    return f"step-{version.step:08d}-g{version.generation}"
-
-
-def parse_folder_name(folder: str) -> Version | None:
-    """Return the version of a folder named by ``folder_name``; None for any other, which belongs to another program."""
-    match = _FOLDER.fullmatch(folder)
-    if match is None:
-        return None
-    version = Version(int(match[2]), int(match[1]))
-    return version if folder_name(version) == folder else None
-
-
-def select_removable(stored: list[SpilledCheckpoint], keep: int, protected: Collection[Version] = ()) -> list[Version]:
+def select_removable(
+    stored: list[SpilledCheckpoint], keep: int, protected: Collection[Version] = (), earlier: Version | None = None
+) -> list[Version]:
     """Return the removable versions: all whole ones but the ``protected`` ones and the ``keep`` written last. The one
-    written last is the newest: a job that starts again from storage counts its generations from 1 again. An incomplete
-    one is removable if its step is not after the newest whole one's: no writer will complete it."""
+    written last is the newest: an earlier run may have come further. An incomplete one is removable if its step is not
+    after the newest whole one's: no writer will complete it.
+
+    Args:
+        stored: What is there.
+        keep: Number of whole versions to keep.
+        protected: Versions to keep besides.
+        earlier: The last generation of earlier runs, and the step that this run resumed from. What earlier runs wrote
+            beyond that step stays.
+    """
+    if earlier is not None:
+        beyond = [one.version for one in stored if one.version.generation <= earlier.generation]
+        protected = {*protected, *(version for version in beyond if version.step > earlier.step)}
     complete = sorted((s.completed_at, s.version) for s in stored if s.completed_at is not None)
     if not complete:
         return []
@@ -135,7 +132,6 @@ def select_removable(stored: list[SpilledCheckpoint], keep: int, protected: Coll
     )
 
 
-METADATA_FILE = ".metadata"
 _RECORD_FORMAT = 2
 
 
@@ -217,14 +213,16 @@ class CheckpointWriter:
         return True
 
 
-def prune(root: StorageTarget, keep: int, protected: Version) -> tuple[list[Version], list[Version]]:
+def prune(
+    root: StorageTarget, keep: int, protected: Version, earlier: Version | None = None
+) -> tuple[list[Version], list[Version]]:
     """Remove the checkpoints of ``select_removable``, but never ``protected``. Return removed and whole versions."""
     stored = [
         SpilledCheckpoint(version, root.written_at(f"{folder}/{METADATA_FILE}"))
         for folder in root.folders()
         if (version := parse_folder_name(folder)) is not None
     ]
-    removed = select_removable(stored, max(keep, MIN_KEPT_CHECKPOINTS), [protected])
+    removed = select_removable(stored, max(keep, MIN_KEPT_CHECKPOINTS), [protected], earlier)
     for version in removed:
         root.remove(f"{folder_name(version)}/{METADATA_FILE}")  # first, so that a half-removed folder is no checkpoint
         root.remove(folder_name(version))

@@ -404,6 +404,7 @@ class VaultOrderRunner:
                 url=order.url,
                 writers=order.writers,
                 keep_last=order.keep_last,
+                earlier=order.earlier,
             )
         )
         now = self._clock.wall()

@@ -35,8 +35,14 @@ class Spiller(ShardWorker):
         locations = [ShardLocation(request.job, node, rank, request.version) for node, rank in writers]
         infos = require_all(self.read_infos(locations))
         manifests = {rank: info.manifest for (_, rank), info in zip(writers, infos, strict=True)}
-        keep = request.keep_last
-        order = SpillOrder(url=request.url, version=request.version, sources=sources, manifests=manifests, keep=keep)
+        order = SpillOrder(
+            url=request.url,
+            version=request.version,
+            sources=sources,
+            manifests=manifests,
+            keep=request.keep_last,
+            earlier=request.earlier,
+        )
         outcome = self._run_writer(request.job, order)
         self.counters.add("spilled_slots", len(sources))
         self.counters.add("spilled_bytes", outcome.bytes)

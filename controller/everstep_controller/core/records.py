@@ -648,6 +648,12 @@ class JobSpills(msgspec.Struct, kw_only=True):
     """Versions on storage, ordered by the time of writing."""
     last_step: int = 0
     """Step of the newest version on storage."""
+    last_orders: int = 0
+    """Versions that were ordered after all ranks had returned."""
+    folder: str = ""
+    """Name of the job's folder under the URL of its plan; "" for the job's name."""
+    earlier: Version | None = None
+    """Last generation of earlier runs, and the step that this run resumed from; what they wrote beyond it stays."""
     failed_versions: int = 0
     """Number of versions that were ordered and never reached storage."""
     failures_in_row: int = 0

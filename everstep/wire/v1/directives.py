@@ -73,8 +73,8 @@ class VersionNotice(Message, frozen=True, kw_only=True, tag=True):
 class SpillVersion(Message, frozen=True, kw_only=True, tag=True):
     """Have the node's vault write its part of ``version`` to storage; the answer is ``VersionSpilled``.
 
-    ``writers`` and ``keep_last`` are as in ``local.Spill``. The order is repeated until it is answered; a vault ignores
-    repetitions while it works. ``url`` has no credentials; the vault has its own.
+    ``writers``, ``keep_last`` and ``earlier`` are as in ``local.Spill``. The order is repeated until it is answered; a
+    vault ignores repetitions while it works. ``url`` has no credentials; the vault has its own.
     """
 
     job: JobId
@@ -84,6 +84,7 @@ class SpillVersion(Message, frozen=True, kw_only=True, tag=True):
     writers: dict[NodeId, tuple[Rank, ...]]
     keep_last: Annotated[int, msgspec.Meta(ge=0)] = 0
     attempt: NonNegativeInt = 0
+    earlier: Version | None = None
 
 
 class ProtectVersion(Message, frozen=True, kw_only=True, tag=True):

@@ -96,9 +96,10 @@ class Spill(_JobRequest, frozen=True, kw_only=True, tag=True):
 
     ``writers``: the asked nodes, each with the ranks whose shares it writes; the same for all, since one node writes
     each byte. Together they make an ordinary checkpoint in a folder under ``url``, a path or URL. The last one to
-    finish makes it complete, and then removes all under ``url`` but the ``keep_last`` newest (0: none are removed). The
-    version must stay in the slots meanwhile: ``RequestFailed`` with NotFound if a share is gone. A repeated request
-    continues where the last one ended.
+    finish makes it complete, and then removes all under ``url`` but the ``keep_last`` newest (0: none are removed), and
+    but what generations up to that of ``earlier`` wrote beyond its step: an earlier run's work. The version must stay
+    in the slots meanwhile: ``RequestFailed`` with NotFound if a share is gone. A repeated request continues where the
+    last one ended.
     """
 
     generation: GenerationNumber
@@ -106,6 +107,7 @@ class Spill(_JobRequest, frozen=True, kw_only=True, tag=True):
     url: ShortText
     writers: dict[NodeId, tuple[Rank, ...]]
     keep_last: Annotated[int, msgspec.Meta(ge=0)] = 0
+    earlier: Version | None = None
 
 
 class Spilled(_Exchange, frozen=True, kw_only=True, tag=True):

@@ -232,14 +232,43 @@ class GenerationSpec(Message, frozen=True, kw_only=True, dict=True):
 # --- reports: from ranks and launchers, through the agent, to the controller --------------------------------------
 
 
+class StoredVersion(Message, frozen=True, kw_only=True):
+    """A whole checkpoint of an earlier run on storage."""
+
+    version: Version
+    url: Annotated[str, msgspec.Meta(max_length=2048)]
+    written_at: float
+
+
+class EarlierRun(Message, frozen=True, kw_only=True):
+    """What a launcher found on storage before the job began.
+
+    Attributes:
+        folder: Name of the job's folder under the URL of its spill plan.
+        versions: The newest checkpoints there, newest first.
+        generation: The highest generation of any version there; this run counts on from it.
+        fresh: The job starts anew, in a folder that is empty.
+    """
+
+    folder: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    versions: tuple[StoredVersion, ...] = ()
+    generation: GenerationNumber = 0
+    fresh: bool = False
+
+
 class LauncherJoined(Report, frozen=True, kw_only=True, tag=True):
-    """A launcher offers its node to the job. Sent again after every reconnect of launcher or agent. ``generation``: the
-    one its ranks are in (0: none), so that a controller that lost track can catch up."""
+    """A launcher offers its node to the job. Sent again after every reconnect of launcher or agent.
+
+    Attributes:
+        generation: The one its ranks are in (0: none), so that a controller that lost track can catch up.
+        earlier: What earlier runs left on storage; None without a spill plan.
+    """
 
     spec: JobSpec
     launcher: Incarnation
     store: Address
     generation: GenerationNumber = 0
+    earlier: EarlierRun | None = None
 
 
 class LauncherLeft(Report, frozen=True, kw_only=True, tag=True):

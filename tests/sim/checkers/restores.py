@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from everstep_agent.spill.writer import parse_folder_name
 from everstep_controller.core.effects import PutGeneration
 
 from everstep.ids import Version
+from everstep.layout.stored_checkpoints import parse_folder_name
 from everstep.vocabulary import GenerationReason
 from everstep.wire.v1.training import GenerationSpec
 from tests.sim import facts

@@ -20,8 +20,9 @@ from everstep.clock import Clock
 from everstep.errors import ConfigurationError
 from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob
 from everstep.wire.v1.local import RankExited
-from everstep.wire.v1.training import JobSpec, LauncherJoined, LauncherLeaving
+from everstep.wire.v1.training import EarlierRun, JobSpec, LauncherJoined, LauncherLeaving
 from everstep_trainer.launch.agent_link import Directive, LauncherLink
+from everstep_trainer.launch.earlier_run import find_earlier_run
 from everstep_trainer.launch.fleet_access import FleetAccess
 from everstep_trainer.launch.forking.fork_client import ForkServerLost
 from everstep_trainer.launch.forking.fork_messages import Exited, Forked, ForkServerReady
@@ -150,12 +151,15 @@ async def launch(
     """
     async with contextlib.AsyncExitStack() as stack:
         state_dir = resolve_state_dir(options.state_dir, environ)
+        earlier = await asyncio.to_thread(find_earlier_run, options)
         network, own_address = None, options.local_addr
         if options.meets_at_endpoint:
             network = await asyncio.to_thread(meet, options, state_dir, stack)
             own_address = network.address
             environ = {**environ, **collective_environment(own_address, environ)}
-        private = PrivateServices(state_dir, options.job, clock, options.vault_linger_s, network)
+        private = PrivateServices(
+            state_dir, options.job, clock, options.vault_linger_s, network, start=options.run_start
+        )
         stack.push_async_callback(private.end)
         events: asyncio.Queue[LauncherEvent] = asyncio.Queue()
         for number in NOTICE_SIGNALS:
@@ -175,7 +179,7 @@ async def launch(
             stack.callback(asyncio.create_task(watch(), name="first node").cancel)
         spec = options.job_spec(await processes.count_ranks())
         fleet = FleetAccess(options.job) if options.agent_socket is not None else None
-        launcher = Launcher(options, clock, spec, agent_socket, processes, events, labels, fleet)
+        launcher = Launcher(options, clock, spec, agent_socket, processes, events, labels, fleet, earlier)
         exit_status, detail, until = None, "interrupted", clock.wall()
         try:
             interval_s = options.progress_interval_s if options.progress else None
@@ -229,8 +233,10 @@ class Launcher:
         events: asyncio.Queue[LauncherEvent],
         labels: dict[int, str],
         fleet: FleetAccess | None = None,
+        earlier: EarlierRun | None = None,
     ) -> None:
         self._options = options
+        self._earlier = earlier
         self._clock = clock
         self._spec = spec
         self._agent_socket = agent_socket
@@ -505,6 +511,7 @@ class Launcher:
             launcher=self._incarnation,
             store=str(Endpoint(*self._processes.address)),
             generation=self._pool.generation,
+            earlier=self._earlier,
         )
 
     # --- actions ------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import re
 import secrets
@@ -54,6 +56,15 @@ _NOT_NEGATIVE = """
 """
 
 
+class RunStart(msgspec.Struct, frozen=True):
+    """How a run treats other runs of its name on this machine."""
+
+    takes_over: bool = True
+    """It continues from the memory of a launcher that was killed."""
+    is_alone: bool = False
+    """It must not run beside another one, which would write to the same folder."""
+
+
 class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Settings of ``everstep-launch``."""
 
@@ -62,7 +73,8 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
     nproc_per_node: int | str = 1
     """Number of ranks on this node, or ``gpu``, ``cpu`` or ``auto`` to count devices."""
     job: str = ""
-    """Name of the job, the same on all its nodes. Default: a generated name."""
+    """Name of the job, the same on all its nodes. Default: a generated name. With ``spill_to`` it follows from the
+    script and its arguments, so that the same command continues the job."""
     standalone: bool = False
     """Run on one node, with a private controller and agent, even if the node has an agent."""
     max_restarts: int = 3
@@ -110,7 +122,10 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
     parity_group_size: int = 0
     """Data nodes per parity group, to which two parity nodes are added. 0: no parity."""
     spill_to: str | None = None
-    """Path or URL, without credentials, where committed versions are written as ordinary DCP checkpoints."""
+    """Path or URL, without credentials, where committed versions are written as ordinary DCP checkpoints. A job that
+    has checkpoints there continues from the newest one."""
+    fresh: bool = False
+    """Start anew, although ``spill_to`` has checkpoints of the job; the run writes to a new folder beside them."""
     spill_every: int = 1000
     """Minimum steps between versions written to ``spill_to``."""
     spill_keep: int = 2
@@ -140,7 +155,7 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
     die_with_parent: bool = False
     """Shut down when the process that started the launcher ends."""
     start_from: str | None = None
-    """Checkpoint to start from if none is in memory, as a path or URL: a ``torch.save`` file, a
+    """Checkpoint to start from if none is in memory or at ``spill_to``, as a path or URL: a ``torch.save`` file, a
     ``torch.distributed.checkpoint`` folder, weights as safetensors, or a folder that Everstep wrote."""
     allow_bit_flips: bool | None = None
     """Let ``everstep chaos flip`` change a bit of a rank's parameters. Default: only without an agent, in a private
@@ -213,7 +228,12 @@ class LaunchOptions(LaunchSettings, frozen=True, kw_only=True):
     @property
     def command_to_continue(self) -> str:
         """What to run to continue the job, in words."""
-        return "the same command"
+        return "the same command without --fresh" if self.fresh else "the same command"
+
+    @property
+    def run_start(self) -> RunStart:
+        """How the run treats what an earlier one of its name left in memory on this machine."""
+        return RunStart(takes_over=not self.fresh, is_alone=self.spill_to is not None)
 
     @property
     def allows_bit_flips(self) -> bool:
@@ -284,6 +304,8 @@ class LaunchOptions(LaunchSettings, frozen=True, kw_only=True):
             yield "--spill-every must be at least 1, and --spill-keep between 0 (all) and 1000"
         if self.spill_to is not None and (problem := storage_url_error(self.spill_to)):
             yield f"--spill-to: {problem}"
+        if self.fresh and self.spill_to is None:
+            yield "--fresh has no meaning without --spill-to: a job without checkpoints on storage always starts anew"
         if not 1 <= self.block_nodes <= high:
             yield f"--block-nodes {self.block_nodes}: must be at least 1, and at most the maximum of --nnodes"
         if not -1000 <= self.priority <= 1000:
@@ -337,7 +359,9 @@ def load_options(
         raise ConfigurationError("--standalone is for one node: omit --nnodes or --standalone")
     agent_socket = None if settings.standalone else settings.agent_socket or _default_socket()
     by_endpoint = agent_socket is None and settings.rdzv_endpoint is not None
-    job = _job_name(settings.job, script, several=settings.node_range[1] > 1, by_endpoint=by_endpoint)
+    several = settings.node_range[1] > 1
+    command = json.dumps([os.path.abspath(script), *arguments]) if settings.spill_to is not None else None
+    job = _job_name(settings.job, script, several=several, by_endpoint=by_endpoint, command=command)
     spill_to = settings.spill_to
     if spill_to is not None and "://" not in spill_to:
         spill_to = os.path.abspath(spill_to)
@@ -351,7 +375,8 @@ def load_options(
     return LaunchOptions(script=script, arguments=tuple(arguments), **{**lasting, **given, **resolved}).validate()
 
 
-def _job_name(given: str, script: str, *, several: bool, by_endpoint: bool) -> str:
+def _job_name(given: str, script: str, *, several: bool, by_endpoint: bool, command: str | None) -> str:
+    """Return the job's name. ``command``: script and arguments of a job that continues from storage, which name it."""
     if given:
         try:
             return check_name(given, "job")
@@ -361,7 +386,8 @@ def _job_name(given: str, script: str, *, several: bool, by_endpoint: bool) -> s
         return _stem(script)
     if several:
         raise ConfigurationError("launchers of several nodes find each other by the job's name: give --job NAME")
-    return f"{_stem(script)}-{secrets.token_hex(3)}"
+    suffix = secrets.token_hex(3) if command is None else hashlib.sha256(command.encode()).hexdigest()[:6]
+    return f"{_stem(script)}-{suffix}"
 
 
 def _stem(script: str) -> str:

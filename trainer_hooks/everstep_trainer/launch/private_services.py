@@ -45,6 +45,7 @@ from everstep_trainer.launch.job_rendezvous import (
     Endpoint,
     ServiceNetwork,
 )
+from everstep_trainer.launch.options import RunStart
 
 log = logging.getLogger(__name__)
 
@@ -68,14 +69,15 @@ class PrivateRunDirectory:
 
     A launcher that is killed leaves its directory and, for a while, its vault. The job's next launcher continues with
     them if the checkpoints are still in memory; other launchers remove those that nobody waits for. Raises
-    ConfigurationError for a path too long for sockets, Unavailable if the previous launcher's services do not end.
+    ConfigurationError for a path too long for sockets or a job that must run alone and does not, Unavailable if the
+    previous launcher's services do not end.
     """
 
-    def __init__(self, state_dir: Path, job: str) -> None:
+    def __init__(self, state_dir: Path, job: str, start: RunStart) -> None:
         state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
         with os.fdopen(_open_lock(state_dir / ".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            taken = _take_over(state_dir, job)
+            taken = _take_over(state_dir, job, start)
             if taken is None:
                 self.path = Path(tempfile.mkdtemp(prefix="run-", dir=state_dir))
                 self._lock = _open_lock(self.path / "lock")
@@ -113,8 +115,8 @@ def segment_dir(run_dir: Path) -> Path:
     return SEGMENT_ROOT / f"everstep-{os.getuid()}" / run_dir.name
 
 
-def _take_over(state_dir: Path, job: str) -> tuple[Path, int] | None:
-    """Return the directory of the job's last launcher, and remove other abandoned ones."""
+def _take_over(state_dir: Path, job: str, start: RunStart) -> tuple[Path, int] | None:
+    """Return the directory of the job's last launcher if it is to be continued, and remove other abandoned ones."""
     found = None
     for left in sorted(state_dir.glob("run-*")):
         lock = _open_lock(left / "lock")
@@ -122,8 +124,12 @@ def _take_over(state_dir: Path, job: str) -> tuple[Path, int] | None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(lock)
+            if start.is_alone and _job_of(left) == job:
+                raise ConfigurationError(
+                    f"job {job} runs already on this machine and writes to the same folder: give another --job"
+                ) from None
             continue
-        if found is None and _holds_job(left, job):
+        if found is None and start.takes_over and _holds_job(left, job):
             found = left, lock
         else:
             if not is_locked(segment_dir(left)):
@@ -132,10 +138,16 @@ def _take_over(state_dir: Path, job: str) -> tuple[Path, int] | None:
     return found
 
 
+def _job_of(run_dir: Path) -> str:
+    with contextlib.suppress(OSError):
+        return (run_dir / "job").read_text()
+    return ""
+
+
 def _holds_job(run_dir: Path, job: str) -> bool:
     """Return whether the directory belongs to the job and its checkpoints are in memory; after a boot they are not."""
     with contextlib.suppress(OSError):
-        of_job = (run_dir / "job").read_text() == job and (run_dir / "operator.token").exists()
+        of_job = _job_of(run_dir) == job and (run_dir / "operator.token").exists()
         return of_job and any((segment_dir(run_dir) / job).glob("own-*"))
     return False
 
@@ -220,6 +232,7 @@ class PrivateServices:
 
     ``name`` is that of the job and of the logs. ``linger_s``: how long the vault waits for another launcher if this one
     is killed; None: not at all. ``network``: how they are reached; by default on loopback, by this launcher alone.
+    ``start``: how other runs of the name on this machine are treated.
     """
 
     def __init__(
@@ -229,7 +242,9 @@ class PrivateServices:
         clock: Clock,
         linger_s: float | None = None,
         network: ServiceNetwork | None = None,
+        start: RunStart | None = None,
     ) -> None:
+        self._start = start or RunStart()
         self._network = network or ServiceNetwork()
         # A home may be shared by the nodes of a cluster: launchers of other nodes must not sweep this one's directory.
         self._state_dir = state_dir / self._network.node if self._network.controller is not None else state_dir
@@ -270,7 +285,9 @@ class PrivateServices:
         try:
             logs.mkdir(parents=True, exist_ok=True, mode=0o700)
             _prune(logs)
-            place = self._run_directory = await asyncio.to_thread(PrivateRunDirectory, self._state_dir, self._name)
+            place = self._run_directory = await asyncio.to_thread(
+                PrivateRunDirectory, self._state_dir, self._name, self._start
+            )
             run_dir = place.path
             if not place.was_taken_over or network.controller is not None:  # another secret may be given since
                 await asyncio.to_thread(network.write_credentials, run_dir)

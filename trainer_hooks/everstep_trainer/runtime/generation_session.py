@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from everstep.clock import Clock
+from everstep.errors import NotRestorable
 from everstep.ids import Version
 from everstep.vocabulary import AuditLink, Finding, FindingKind, Mode, Severity
 from everstep.wire.v1.directives import VersionNotice
@@ -233,7 +234,15 @@ class GenerationSession(TrainingSession):
 
         places = (rule.storage_url, *rule.older_storage_urls) if rule.storage_url else (self.start_from,)
         choice = SourceAgreement(group.store, rank, world, self.clock, self._stored_unusable)
-        return choice.load([place for place in places if place], read)
+        try:
+            return choice.load([place for place in places if place], read)
+        except NotRestorable as error:
+            if not rule.storage_url:
+                raise
+            advice = "give another --job or --spill-to, or --fresh, which starts anew in a new folder"
+            raise NotRestorable(
+                f"{error}. If this is another job's checkpoint, {advice}. Nothing was deleted"
+            ) from error
 
     def _stored_unusable(self, url: str, reason: str) -> None:
         finding = make_restore_finding(
@@ -263,6 +272,10 @@ class GenerationSession(TrainingSession):
 
     def plan_steps(self, until: int) -> None:
         self.progress.plan(until)
+        from_storage = self._restored is None and self._restored_step >= until
+        if from_storage and self._restored_step and self.group.member.rank == 0:
+            message = "step %d is restored from storage, and training ends at step %d: nothing is left to train (raise "
+            log.warning(message + "the number of steps, or start anew with --fresh)", self._restored_step, until)
 
     def on_step_begun(self, step: int) -> None:
         self.progress.begin_step(step)

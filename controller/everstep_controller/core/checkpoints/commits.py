@@ -17,7 +17,7 @@ from everstep.vocabulary import FindingKind
 from everstep.wire.v1.directives import VersionNotice
 from everstep.wire.v1.training import GenerationSpec, RestoreRule, VersionSealed
 from everstep_controller.core.checkpoints.parity import consider_protection, drop_corrupt_protection, pinned_versions
-from everstep_controller.core.checkpoints.storage import consider_spill, mark_stored_corrupt, restore_urls
+from everstep_controller.core.checkpoints.storage import NO_VERSION, consider_spill, mark_stored_corrupt, restore_urls
 from everstep_controller.core.effects import PutVersion
 from everstep_controller.core.records import JobRecord, ShareLocations, VersionLocations, VersionRecord
 from everstep_controller.core.state import JobRuntime, VersionSeals
@@ -27,8 +27,6 @@ AUDIT_CONVICTION_KEY = f"{FindingKind.AUDIT_MISMATCH}/work"
 """Key of the finding on a node that audits have convicted."""
 UNKNOWN_CANDIDATE = -1
 """A candidate step that no version has."""
-NO_VERSION = Version(0, 0)
-"""A ceiling below every version (generations count from 1): no stored version may be restored."""
 
 
 class DigestVote(msgspec.Struct, frozen=True):
@@ -262,6 +260,9 @@ def _announce_next(transition: Transition, job: JobRecord, live: JobRuntime) -> 
     policy = transition.policy
     interval_s = max(policy.commit_interval_s, running.world_size * policy.commit_interval_per_rank_s)
     live.commits.candidate_step = now_at + 1 + math.ceil(interval_s / step_s)
+    last = max((progress.until_step for progress in live.progress.by_rank.values()), default=0)
+    if now_at < last < live.commits.candidate_step:
+        live.commits.candidate_step = last  # the state that training ends with
     steps_s = (live.commits.candidate_step - now_at) * step_s
     _schedule_check(transition, job, live, transition.policy.candidate_timeout_s + 2 * steps_s)
     _send_notice(transition, job, live, running)

@@ -13,8 +13,8 @@ from typing import Literal
 from everstep.ids import Version
 from everstep.wire.v1.operator import LossForecast, Restorability
 from everstep.wire.v1.operator_history import CheckpointCopy, JobCheckpoints
-from everstep_controller.core.checkpoints.commits import NO_VERSION
 from everstep_controller.core.checkpoints.parity import groups_by_parity_node, lost_protected_nodes, still_holds_data
+from everstep_controller.core.checkpoints.storage import NO_VERSION
 from everstep_controller.core.jobs.membership import domain_of, eligible_nodes
 from everstep_controller.core.records import JobRecord, ShareLocations
 from everstep_controller.core.state import FleetState

@@ -13,12 +13,16 @@ from everstep.errors import StaleGeneration, Unavailable
 from everstep.ids import NodeId, Rank, Version
 from everstep.vocabulary import JobState
 from everstep.wire.v1.directives import SpillVersion
-from everstep.wire.v1.training import SpillPlan
+from everstep.wire.v1.training import EarlierRun, SpillPlan
 from everstep.wire.v1.vault_reports import VersionSpilled
 from everstep_controller.core.records import JobRecord, PendingSpill, StoredCheckpoint
 from everstep_controller.core.state import FleetState
 from everstep_controller.core.transition import Transition
 
+NO_VERSION = Version(0, 0)
+"""A ceiling below every version (generations count from 1): no stored version may be restored."""
+MAX_LAST_ORDERS = 2
+"""Versions ordered after all ranks have returned: the newest one, and one that was committed meanwhile."""
 MAX_STORED = 100
 """Number of checkpoints on storage listed in a job's record; the newest ones."""
 MAX_RESTORE_URLS = 4
@@ -51,7 +55,7 @@ def _order_spill(transition: Transition, job: JobRecord, plan: SpillPlan, versio
     transition.state.job_runtime[job.job].vault_orders.spilled_nodes = set()
     job.spills.pending = PendingSpill(
         version=version,
-        url=f"{plan.url.rstrip('/')}/{job.job}",
+        url=f"{plan.url.rstrip('/')}/{job.spills.folder or job.job}",
         writers=writers,
         started_at=transition.now,
         bytes=nbytes,
@@ -84,6 +88,7 @@ def _send_spill_order(transition: Transition, job: JobRecord, spilling: PendingS
         writers=spilling.writers,
         keep_last=plan.keep_last,
         attempt=spilling.attempt,
+        earlier=job.spills.earlier,
     )
     live = transition.state.job_runtime[job.job]
     for node in spilling.writers:
@@ -145,6 +150,7 @@ def give_up_spill(transition: Transition, job: JobRecord, reason: str) -> None:
     data = {"version": str(spilling.version)}
     transition.audit("spill.given_up", sentence, job=job.job, trace=spilling.trace, data=data)
     transition.mark_job_changed(job.job)
+    transition.schedule_job(transition.now, job.job)
 
 
 def handle_version_spilled(transition: Transition, job: JobRecord, node: str, report: VersionSpilled) -> None:
@@ -163,6 +169,35 @@ def handle_version_spilled(transition: Transition, job: JobRecord, node: str, re
         transition.count_ignored("version_spilled.wrong_folder")
     else:
         _written(transition, job, spilling, node, report)
+
+
+def adopt_earlier_run(transition: Transition, job: JobRecord, found: EarlierRun) -> None:
+    """Before the first generation: continue from what earlier runs of the job left on storage, or start anew."""
+    spills = job.spills
+    if found.fresh and spills.folder != found.folder:
+        spills.stored = []
+    spills.folder = found.folder
+    known = {one.url for one in spills.stored}
+    for one in found.versions:
+        if one.url not in known:
+            at = one.written_at
+            stored = StoredCheckpoint(version=one.version, url=one.url, bytes=0, started_at=0.0, stored_at=at)
+            spills.stored.append(stored)
+    spills.stored.sort(key=lambda one: one.stored_at)
+    job.progress.last_number = max(job.progress.last_number, found.generation)
+    if job.progress.last_number:
+        job.commits.restore_ceiling = NO_VERSION
+    spills.earlier = Version(job.progress.last_number, 0) if job.progress.last_number else None
+    spills.last_step = spills.stored[-1].version.step if spills.stored else 0
+    transition.mark_job_changed(job.job)
+
+
+def note_resumed_step(transition: Transition, job: JobRecord, step: int) -> None:
+    """Note the step that this run's first generation resumed from: what earlier runs wrote beyond it stays."""
+    earlier = job.spills.earlier
+    if earlier is not None and job.generation is not None and job.generation.number == earlier.generation + 1:
+        job.spills.earlier, job.spills.last_step = Version(earlier.generation, step), step
+        transition.mark_job_changed(job.job)
 
 
 def _is_direct_child(root: str, url: str) -> bool:
@@ -233,18 +268,26 @@ def _complete(transition: Transition, job: JobRecord, spilling: PendingSpill, re
         data={"version": str(stored.version), "url": stored.url, "removed": ", ".join(report.removed)},
     )
     transition.mark_job_changed(job.job)
+    transition.schedule_job(transition.now, job.job)  # ranks that have all returned wait for it
     if job.status.state is JobState.PAUSED:
         spill_newest(transition, job)
 
 
+def awaits_last_spill(transition: Transition, job: JobRecord) -> bool:
+    """Return whether a job whose ranks have returned waits for its newest version on storage; order it if need be."""
+    if job.spills.pending is None and job.spills.last_orders < MAX_LAST_ORDERS:
+        job.spills.last_orders += 1
+        transition.mark_job_changed(job.job)
+        spill_newest(transition, job)
+    return job.spills.pending is not None
+
+
 def end_spills(transition: Transition, job: JobRecord) -> None:
-    """Stop the spills of an ended job. Checkpoints of a failed job stay for a later job of the same name."""
+    """Stop the spills of an ended job. Its checkpoints stay for a later run of the same name."""
     if job.spills.pending is not None:
         sentence = f"version {job.spills.pending.version} is not written to storage: the job has ended"
         transition.audit("spill.given_up", sentence, job=job.job, trace=job.spills.pending.trace)
         job.spills.pending = None
-    if job.status.state is JobState.FINISHED:
-        job.spills.stored, job.spills.last_step = [], 0
     job.spills.failures_in_row, job.spills.not_before = 0, 0.0
 
 

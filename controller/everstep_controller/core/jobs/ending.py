@@ -9,7 +9,7 @@ from everstep.ids import Rank
 from everstep.vocabulary import JobState
 from everstep.wire.v1.training import RankFinished
 from everstep_controller.core.checkpoints.parity import drop_protection
-from everstep_controller.core.checkpoints.storage import end_spills
+from everstep_controller.core.checkpoints.storage import awaits_last_spill, end_spills
 from everstep_controller.core.jobs.job_index import close_ended_job, wake_competing_jobs
 from everstep_controller.core.jobs.notifications import send_stop
 from everstep_controller.core.records import JobRecord
@@ -67,10 +67,19 @@ def handle_rank_finished(transition: Transition, job: JobRecord, node: str, repo
             job.progress.returned_collectives[report.rank] = report.collectives
         _record_loss(job, report)
         transition.mark_job_changed(job.job)
-    if check_equal_steps(transition, job):
-        return
-    if len(job.progress.finished_ranks) == running.world_size:
-        _end(transition, job, JobState.FINISHED, f"all {running.world_size} rank(s) finished at step {report.step}")
+    if not check_equal_steps(transition, job):
+        check_finished(transition, job)
+
+
+def check_finished(transition: Transition, job: JobRecord) -> bool:
+    """Finish a job whose ranks have all returned, once its newest version is on storage; return whether they have."""
+    running = job.running_generation
+    if running is None or len(job.progress.finished_ranks) < running.world_size:
+        return False
+    if not awaits_last_spill(transition, job):
+        sentence = f"all {running.world_size} rank(s) finished at step {job.progress.ended_step}"
+        _end(transition, job, JobState.FINISHED, sentence)
+    return True
 
 
 def _record_loss(job: JobRecord, report: RankFinished) -> None:

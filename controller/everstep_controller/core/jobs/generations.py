@@ -177,6 +177,7 @@ def _begin_generation(transition: Transition, job: JobRecord, live: JobRuntime, 
     job.generation, job.progress.last_number = spec, spec.number
     job.progress.opened_at, job.progress.resumed_at = transition.now, None
     job.progress.finished_ranks, job.progress.last_begun, job.progress.returned_collectives = [], None, {}
+    job.spills.last_orders = 0
     job.status.enter(JobState.RUNNING, spec.sentence, trace=spec.trace, now=transition.now)
     update_roster(transition.state, job)
     if job.spills.pending is not None or job.parity.pending is not None:

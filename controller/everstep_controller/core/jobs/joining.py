@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from everstep.ids import Version
 from everstep.vocabulary import GenerationReason, JobState, NodeState
 from everstep.wire.v1.directives import NewGeneration, StopJob
 from everstep.wire.v1.training import LauncherJoined
-from everstep_controller.core.checkpoints.commits import NO_VERSION
+from everstep_controller.core.checkpoints.storage import NO_VERSION, adopt_earlier_run
 from everstep_controller.core.jobs import generations, membership
 from everstep_controller.core.jobs.generations import RegroupCause
 from everstep_controller.core.jobs.job_index import clear_exclusion, drop_job, index_launcher, offer_to_jobs
@@ -63,17 +64,28 @@ def handle_launcher_joined(transition: Transition, node: str, report: LauncherJo
         reason += f"`everstep job stop NAME`, or raise jobs_per_node ({most}) in the controller's [policy]"
         _refuse(transition, node, report, reason)
         return
+    if report.earlier is not None and report.earlier.fresh and job is not None and _has_no_launcher(job):
+        advice = f"stop it first (`everstep job stop {job.job}`), give another --job, or continue it without --fresh"
+        _refuse(transition, node, report, f"job {job.job} is paused and has checkpoints in memory: {advice}")
+        return
     if job is None:
         job = _create(transition, report)
     elif job.is_ended:
         _start_over(transition, job, report)
     if report.spec != job.spec and not _accept_spec(transition, job, node, report):
         return
+    if report.earlier is not None and not report.generation and job.status.state is JobState.FORMING:
+        adopt_earlier_run(transition, job, report.earlier)
     before = job.membership.launchers.get(node)
     restarted = before is not None and report.launcher > before.incarnation
     new_agent = before is not None and not before.has_rejoined
     _record_launcher(transition, job, node, report)
     _catch_up(transition, job, node, report, restarted=restarted, new_agent=new_agent)
+
+
+def _has_no_launcher(job: JobRecord) -> bool:
+    """Return whether the job waits for launchers to continue it."""
+    return job.status.state is JobState.PAUSED and not job.membership.launchers
 
 
 def _has_room(transition: Transition, node: str, name: str) -> bool:
@@ -116,6 +128,9 @@ def _create(transition: Transition, report: LauncherJoined) -> JobRecord:
 def _start_over(transition: Transition, job: JobRecord, report: LauncherJoined) -> None:
     """Run the job again for a launcher younger than its end. Generation numbers continue; the secret is new."""
     job.spec, job.secret = report.spec, _new_secret(transition)
+    if job.status.state is JobState.FINISHED and report.earlier is None:  # a launcher that resumes says what is there
+        job.spills.stored, job.spills.last_step = [], 0
+    job.spills.earlier = Version(job.progress.last_number, 0)
     sentence = "waits for its launchers, to run once more"
     job.status.enter(JobState.FORMING, sentence, trace=transition.trace, now=transition.now)
     job.generation = job.outgoing_generation = None

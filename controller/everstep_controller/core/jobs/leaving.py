@@ -22,7 +22,7 @@ from everstep.wire.v1.training import (
     UserError,
 )
 from everstep_controller.core.checkpoints.storage import spill_newest
-from everstep_controller.core.jobs import generations
+from everstep_controller.core.jobs import ending, generations
 from everstep_controller.core.jobs.generations import RegroupCause
 from everstep_controller.core.jobs.job_index import update_roster, wake_competing_jobs
 from everstep_controller.core.jobs.notifications import recipients
@@ -105,7 +105,7 @@ def _is_complete(transition: Transition, job: JobRecord, report: RankFinished) -
 def settle(transition: Transition, job: JobRecord) -> None:
     """Continue without the leaving nodes, or pause, once all their ranks have ended or their time is over."""
     leaving = leaving_launchers(job)
-    if not leaving:
+    if not leaving or ending.check_finished(transition, job):
         return
     states = [one.leaving for one in leaving if one.leaving is not None]
     if not all(one.ranks_ended or transition.now >= one.until for one in states):

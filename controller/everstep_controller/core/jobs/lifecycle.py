@@ -8,6 +8,7 @@ from everstep.ids import Rank
 from everstep.vocabulary import FindingKind, GenerationReason, JobState, Severity
 from everstep.wire.v1.training import GenerationSpec, Member, RankProgress, Resumed, UserError
 from everstep_controller.core.checkpoints.commits import start_commits
+from everstep_controller.core.checkpoints.storage import note_resumed_step
 from everstep_controller.core.health.offences import raise_controller_finding
 from everstep_controller.core.jobs import ending, generations
 from everstep_controller.core.jobs.generations import RegroupCause
@@ -51,6 +52,7 @@ def handle_resumed(transition: Transition, job: JobRecord, node: str, report: Re
 def _all_resumed(transition: Transition, job: JobRecord, spec: GenerationSpec, last: Resumed) -> None:
     live = transition.state.job_runtime[job.job]
     _mark_resumed(transition, job, live)
+    note_resumed_step(transition, job, last.step - 1)
     took = transition.now - job.progress.opened_at
     start = f"version {last.restored}" if last.restored else spec.restore.storage_url or "scratch"
     _, rank, phases = live.resume.slowest or (0.0, last.rank, {})
@@ -229,7 +231,9 @@ def check_job(transition: Transition, job: JobRecord) -> None:
     if job.status.state is JobState.FORMING:
         consider_forming(transition, job)
     elif job.is_running:
-        if ending.check_equal_steps(transition, job) or check_stalls(transition, job):
+        if ending.check_equal_steps(transition, job) or ending.check_finished(transition, job):
+            return
+        if check_stalls(transition, job):
             return
         check_resumed(transition, job)
         check_stragglers(transition, job)

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from everstep_agent.spill.__main__ import execute
-from everstep_agent.spill.writer import folder_name
 from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -23,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from everstep.ids import Version
+from everstep.layout.stored_checkpoints import folder_name
 from tests.support.spilling import Odd, fill_slots, train
 
 VERSION = Version(3, 12)

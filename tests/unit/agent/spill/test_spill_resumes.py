@@ -15,7 +15,6 @@ import torch
 from everstep_agent.spill.__main__ import execute
 from everstep_agent.spill.order import SpillOrder
 from everstep_agent.spill.target import DirectoryTarget, ObjectStoreTarget, open_target
-from everstep_agent.spill.writer import METADATA_FILE, folder_name
 from everstep_trainer.state.tracked_state import TrackedState
 from fsspec.spec import AbstractBufferedFile, AbstractFileSystem
 from torch import nn
@@ -23,6 +22,7 @@ from torch import nn
 from everstep.errors import ConfigurationError, DigestMismatch, MalformedMessage, NotFound, NotRestorable
 from everstep.ids import Version
 from everstep.layout.slots import SegmentView
+from everstep.layout.stored_checkpoints import METADATA_FILE, folder_name
 from everstep.wire.v1.local import RequestFailed, Spilled
 from tests.support.killed_spill import contents
 from tests.support.spilling import fill_slots

@@ -100,3 +100,13 @@ def test_failed_removal_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(os, "rmdir", read_only)
     with pytest.raises(OSError, match="Read-only"):
         DirectoryTarget(tmp_path).remove("folder")
+
+
+@pytest.mark.promise("resumed-by-default")
+def test_work_of_an_earlier_run_beyond_the_resumed_step_stays() -> None:
+    """An earlier run came to step 300; this one resumed from step 200, because the newest was damaged."""
+    earlier = [SpilledCheckpoint(Version(2, step), float(step)) for step in (100, 200, 300)]
+    ours = [SpilledCheckpoint(Version(3, step), 1000.0 + step) for step in (250, 350, 450)]
+    unfinished = SpilledCheckpoint(Version(2, 320), None)
+    removable = select_removable([*earlier, unfinished, *ours], 2, earlier=Version(2, 200))
+    assert removable == [Version(2, 100), Version(2, 200), Version(3, 250)]

@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from everstep_agent.spill.__main__ import execute
-from everstep_agent.spill.writer import folder_name
 from everstep_trainer.importers import storage_reads
 from everstep_trainer.importers.checkpoint_files import open_checkpoint
 from everstep_trainer.importers.importer import read_checkpoint
@@ -33,6 +32,7 @@ from everstep.errors import ConfigurationError, NotRestorable
 from everstep.ids import Version
 from everstep.layout.digests import DIGESTS_FILE
 from everstep.layout.manifests import Box
+from everstep.layout.stored_checkpoints import folder_name
 from tests.support.spilling import Odd, fill_slots, start_alone, train
 
 VERSION = Version(4, 9)

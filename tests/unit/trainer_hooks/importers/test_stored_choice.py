@@ -17,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from everstep_agent.spill.__main__ import execute
-from everstep_agent.spill.writer import folder_name
 from everstep_trainer.importers import checkpoint_files
 from everstep_trainer.importers.importer import CheckpointImport, read_checkpoint
 from everstep_trainer.importers.source_agreement import SourceAgreement
@@ -27,6 +26,7 @@ from torch import nn
 
 from everstep.errors import NotRestorable
 from everstep.ids import Version
+from everstep.layout.stored_checkpoints import folder_name
 from everstep.system_clock import SYSTEM_CLOCK
 from tests.support.spilling import fill_slots
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from everstep_agent.spill.__main__ import execute
-from everstep_agent.spill.writer import folder_name
 from everstep_trainer.importers.storage_reads import DamagedCheckpoint
 from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
@@ -23,6 +22,7 @@ from torch import nn
 from everstep.errors import DigestMismatch, MalformedMessage
 from everstep.ids import Version
 from everstep.layout.digests import DIGESTS_FILE, ArchiveDigest, StoredDigests, decode_digests, encode_digests
+from everstep.layout.stored_checkpoints import folder_name
 from tests.support.spilling import fill_slots, start_alone
 
 pytestmark = pytest.mark.slow

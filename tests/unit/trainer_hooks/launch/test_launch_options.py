@@ -240,3 +240,20 @@ def test_ranks_of_a_private_run_accept_flips(script: str, flags: list[str], allo
     options = launch_settings([*flags, script], {})
     environment = worker_environment(options, agent_socket="/a.sock", nproc=1, local_rank=0, store=("h", 1))
     assert environment["EVERSTEP_ALLOW_BIT_FLIPS"] == ("1" if allowed else None)
+
+
+def test_job_that_spills_is_named_by_its_command(script: str) -> None:
+    def name(*argv: str) -> str:
+        return launch_settings(["--spill-to=/x", script, *argv], {}).job
+
+    assert name("--lr", "1") == name("--lr", "1")
+    assert name("--lr", "1") != name("--lr", "2")
+    assert launch_settings([script], {}).job != launch_settings([script], {}).job
+
+
+def test_fresh_needs_a_place_for_checkpoints(script: str) -> None:
+    with pytest.raises(ConfigurationError, match="--spill-to"):
+        launch_settings(["--fresh", script], {})
+    options = launch_settings(["--fresh", "--spill-to=/x", script], {})
+    assert not options.run_start.takes_over
+    assert options.command_to_continue == "the same command without --fresh"

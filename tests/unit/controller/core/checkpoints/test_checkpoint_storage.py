@@ -13,7 +13,7 @@ from everstep.errors import NotFound, StaleGeneration, Unavailable
 from everstep.ids import Version
 from everstep.vocabulary import JobState
 from everstep.wire.v1.directives import SpillVersion, StopJob, VersionNotice
-from everstep.wire.v1.training import SpillPlan
+from everstep.wire.v1.training import EarlierRun, JobSpec, LauncherJoined, RankProgress, SpillPlan, StoredVersion
 from everstep.wire.v1.vault_reports import VersionSpilled
 from tests.support.core_fleet import CoreFleet, audits, sent
 
@@ -339,3 +339,90 @@ def test_spill_url_with_credentials_is_refused() -> None:
     reason = sent(fleet.effects, StopJob)["n1"].reason
     assert "credentials" in reason
     assert "hunter2" not in reason
+
+
+# --- what earlier runs left on storage
+
+
+def _found(*steps: int, generation: int = 4, folder: str = "job", fresh: bool = False) -> EarlierRun:
+    versions = (
+        StoredVersion(version=Version(generation, step), url=f"/store/{folder}/step-{step}", written_at=float(step))
+        for step in sorted(steps, reverse=True)
+    )
+    return EarlierRun(folder=folder, versions=tuple(versions), generation=generation if steps else 0, fresh=fresh)
+
+
+def _join(fleet: CoreFleet, earlier: EarlierRun) -> None:
+    if "n1" not in fleet.state.nodes:
+        fleet.register("n1")
+        fleet.beat("n1")
+    fleet.launchers["job", "n1"] = life = fleet.launchers.get(("job", "n1"), 0) + 1
+    spec = JobSpec(job="job", spill=PLAN)
+    report = LauncherJoined(job="job", at=fleet.now, spec=spec, launcher=life, store="n1:8000", earlier=earlier)
+    fleet.report("n1", report)
+
+
+@pytest.mark.promise("resumed-by-default")
+def test_new_job_continues_from_what_an_earlier_run_stored() -> None:
+    fleet = CoreFleet()
+    _join(fleet, _found(100, 200))
+    spec = fleet.spec()
+    assert spec.number == 5, "no folder of the earlier run is written again"
+    assert spec.restore.from_scratch
+    assert (spec.restore.storage_url, spec.restore.older_storage_urls) == (
+        "/store/job/step-200",
+        ("/store/job/step-100",),
+    )
+    fleet.resume(step=101)  # the newest was damaged
+    order = sent(_commit(fleet, 200), SpillVersion)["n1"]
+    assert order.earlier == Version(4, 100)
+    assert order.url == "/store/job"
+
+
+def test_fresh_job_begins_anew_in_its_own_folder() -> None:
+    fleet = CoreFleet()
+    _join(fleet, _found(folder="job~2", fresh=True))
+    assert fleet.spec().restore.storage_url == ""
+    fleet.resume()
+    assert sent(_commit(fleet, 100), SpillVersion)["n1"].url == "/store/job~2"
+
+
+def test_fresh_launcher_does_not_continue_a_paused_job() -> None:
+    fleet = CoreFleet()
+    _join(fleet, _found())
+    fleet.resume()
+    _commit(fleet, 50)
+    fleet.leave("n1", orderly=True)
+    assert fleet.job_state() is JobState.PAUSED
+    before = len(fleet.effects)
+    _join(fleet, _found(folder="job~2", fresh=True))
+    stop = sent(fleet.effects[before:], StopJob)["n1"]
+    assert "everstep job stop job" in stop.reason
+    assert fleet.job_state() is JobState.PAUSED
+
+
+def test_finished_job_waits_for_its_last_version_on_storage() -> None:
+    fleet = _fleet()
+    _commit(fleet, 50)
+    before = len(fleet.effects)
+    fleet.finish()
+    assert fleet.job_state() is JobState.RUNNING
+    order = sent(fleet.effects[before:], SpillVersion)["n1"]
+    assert order.version == Version(1, 50)
+    _answer(fleet, "n1", order)
+    _answer(fleet, "n2", order, complete=True)
+    fleet.advance(1.0, "n1", "n2")
+    assert fleet.job_state() is JobState.FINISHED
+    assert [one.version for one in fleet.job().spills.stored] == [Version(1, 50)]
+
+
+def test_last_step_is_the_candidate_for_the_last_commit() -> None:
+    fleet = _fleet()
+    _commit(fleet, 50)
+    for rank, node in enumerate(("n1", "n2")):
+        fleet.touch(node, RankProgress(job="job", generation=1, rank=rank, step=55, step_s=0.05, until_step=58))
+    fleet.seal(50)
+    live = fleet.state.job_runtime["job"]
+    live.commits.candidate_step = 54
+    fleet.seal(54)
+    assert live.commits.candidate_step == 58

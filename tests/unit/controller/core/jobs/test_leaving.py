@@ -32,6 +32,20 @@ def disturbed(effects: list[Effect]) -> bool:
     return bool(sent(effects, KillRank) or sent(effects, NewGeneration))
 
 
+def stored(fleet: CoreFleet, order: SpillVersion) -> None:
+    """The version that was ordered is complete on storage."""
+    report = VersionSpilled(
+        job="job",
+        at=fleet.now,
+        version=order.version,
+        attempt=order.attempt,
+        url=f"{order.url}/step",
+        bytes=1,
+        complete=True,
+    )
+    fleet.report("n1", report)
+
+
 @pytest.mark.promise("orderly-stop")
 def test_newest_version_is_spilled_when_all_launchers_leave() -> None:
     fleet = committed(min_nodes=2)
@@ -62,16 +76,7 @@ def test_ranks_returning_on_a_signal_pause_the_job() -> None:
     assert (stops["n1"].ok, stops["n1"].keeps_checkpoints) == (True, True)
     assert fleet.job_state() is JobState.PAUSED
     assert "SIGTERM" in fleet.job().status.sentence
-    report = VersionSpilled(
-        job="job",
-        at=fleet.now,
-        version=order.version,
-        attempt=order.attempt,
-        url=f"{order.url}/s",
-        bytes=1,
-        complete=True,
-    )
-    fleet.report("n1", report)
+    stored(fleet, order)
     assert [one.version for one in fleet.job().spills.stored] == [Version(1, 50)]
     fleet.announce_leaving("n1", "n2", ranks_ended=True)
     effects = [*fleet.leave("n1", orderly=True), *fleet.leave("n2", orderly=True)]
@@ -83,8 +88,11 @@ def test_training_that_is_through_finishes_despite_the_signal() -> None:
     fleet = committed(min_nodes=2)
     for rank, node in enumerate(("n1", "n2")):
         fleet.touch(node, RankProgress(job="job", generation=1, rank=rank, step=9, step_s=STEP_S, until_step=9))
-    fleet.announce_leaving("n1", "n2")
+    order = sent(fleet.announce_leaving("n1", "n2"), SpillVersion)["n1"]
     fleet.finish()
+    assert fleet.job_state() is JobState.RUNNING  # the newest version is on its way to storage
+    stored(fleet, order)
+    fleet.advance(1.0, "n1", "n2")
     assert fleet.job_state() is JobState.FINISHED
 
 
