@@ -32,7 +32,24 @@ _SEGMENTS = ("own-", "replica-", "parity-")
 ADVICE_FEWER_SLOTS = "keep fewer slots: run.track(slots=2)"
 ADVICE_FEWER_COPIES = "fewer --replicas"
 ADVICE_LARGER_FILE_SYSTEM = "enlarge that file system"
+ADVICE_LARGER_SHARED_MEMORY = (
+    "enlarge /dev/shm (docker run --shm-size=8g; in Kubernetes an emptyDir with medium: Memory mounted there)"
+)
 ADVICE_LARGER_CGROUP = "raise the memory limit of the container (control group) that the vault runs in"
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the file system that data loaders share with the vault
+MIN_SHARE_OF_OTHERS_BYTES = 1 << 30
+
+
+def share_of_others(total: int) -> int:
+    """Return how many bytes of a /dev/shm of ``total`` bytes the vault never takes.
+
+    Data loaders hand their batches over there, and NCCL its buffers. A process that writes to a page that does not fit
+    any more dies of SIGBUS. Half of a small /dev/shm stays free, as in a container with the default of 64 MiB; of a
+    larger one 1 GiB, or a sixteenth.
+    """
+    return min(total // 2, max(MIN_SHARE_OF_OTHERS_BYTES, total // 16))
+
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -138,8 +155,14 @@ class MemoryBudget:
 
     def _available_bytes(self) -> tuple[int, str]:
         """Return the least of the bytes left in file system, machine and control group, and how to get more."""
-        found = os.statvfs(next(path for path in (self._directory, *self._directory.parents) if path.exists()))
-        available = [(min(found.f_bavail * found.f_frsize, _available_memory()), ADVICE_LARGER_FILE_SYSTEM)]
+        places = (self._directory, *self._directory.parents)
+        found = os.statvfs(next(path for path in places if path.exists()))
+        room, larger = found.f_bavail * found.f_frsize, ADVICE_LARGER_FILE_SYSTEM
+        if SHARED_MEMORY in places:
+            share = share_of_others(found.f_blocks * found.f_frsize)
+            room = max(0, room - share)
+            larger = f"{share} bytes of /dev/shm stay free for the script's data loaders: {ADVICE_LARGER_SHARED_MEMORY}"
+        available = [(min(room, _available_memory()), larger)]
         group = cgroup_available_bytes()
         return min(available if group is None else [*available, (max(0, group), ADVICE_LARGER_CGROUP)])
 

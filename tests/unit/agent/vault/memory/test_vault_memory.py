@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from everstep_agent.vault.memory import shared_memory
 from everstep_agent.vault.memory.segments import SegmentKey, SegmentStore
-from everstep_agent.vault.memory.shared_memory import MemoryBudget
+from everstep_agent.vault.memory.shared_memory import MemoryBudget, PlannedFile
 
 from everstep.errors import EverstepError, OutOfSlotMemory, Unavailable
 from everstep.layout.slots import segment_bytes
@@ -197,3 +197,28 @@ def test_kernel_refusal_during_creation_states_a_fix(
             store.open(own(0), PAGES, 5)
     assert not [*shared.glob("**/.own-0")]
     assert store.open(own(0), PAGES, 5).view.slots == 5
+
+
+@pytest.mark.parametrize(
+    ("total", "share"), [(64 << 20, 32 << 20), (1 << 30, 512 << 20), (16 << 30, 1 << 30), (512 << 30, 32 << 30)]
+)
+def test_share_of_others_is_half_of_a_small_file_system(total: int, share: int) -> None:
+    assert shared_memory.share_of_others(total) == share
+
+
+def test_vault_leaves_a_share_of_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places = tmp_path / "everstep-0" / "run"
+    size = 64 << 20
+
+    class Room:
+        f_frsize, f_blocks, f_bavail = 1, size, size - (20 << 20)
+
+    monkeypatch.setattr(os, "statvfs", lambda _: Room)
+    assert MemoryBudget(places, None).free_bytes() == 44 << 20
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path)
+    budget = MemoryBudget(places, None)
+    assert budget.free_bytes() == 12 << 20
+    with pytest.raises(OutOfSlotMemory, match="stay free for the script's data loaders: enlarge /dev/shm"):
+        budget.require_room([PlannedFile(places / "own-0", 13 << 20)], "a slot", "keep fewer")
+    Room.f_bavail = 20 << 20  # the loaders take more than their share
+    assert budget.free_bytes() == 0
