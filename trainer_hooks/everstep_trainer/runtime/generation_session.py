@@ -207,6 +207,7 @@ class GenerationSession(TrainingSession):
             group.store,
             self.send,
             restored=result.version,
+            stored_step=step,
             options=options,
             clock=self.clock,
             is_over=self._is_over,

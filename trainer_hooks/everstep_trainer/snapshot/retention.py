@@ -16,16 +16,17 @@ from everstep_trainer.snapshot.slot_negotiation import CANDIDATE_ONLY_SLOTS
 
 
 class VersionRetention:
-    """Retention of one rank in one generation, which could start from ``rule``'s versions and did from ``restored``."""
+    """Retention of one rank in one generation, which could start from ``rule``'s versions and did from ``restored``, or
+    from a checkpoint on storage after ``stored_step``."""
 
-    def __init__(self, generation: int, rule: RestoreRule, restored: Version | None) -> None:
+    def __init__(self, generation: int, rule: RestoreRule, restored: Version | None, stored_step: int = 0) -> None:
         self._generation = generation
         self._slots = SLOTS_PER_RANK
         self._restored = restored
         self._lock = threading.Lock()
         self._committed = rule.floor
         self._pinned = frozenset(rule.pinned)
-        self._candidate = 1 if restored is None else restored.step + 1
+        self._candidate = (stored_step if restored is None else restored.step) + 1
         self._kept: Version | None = None
 
     def update(self, committed: Version | None, candidate: int | None, pinned: Iterable[Version]) -> bool:

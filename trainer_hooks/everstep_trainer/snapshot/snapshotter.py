@@ -88,8 +88,9 @@ COPIER_POLL_S = 0.02
 
 class Snapshotter:
     """Snapshots of one rank in one generation. ``send_report`` is called from another thread. Version ``restored`` is
-    kept until two newer ones are sealed. Once ``is_over``, errors from the store are not reported. ``on_mismatch`` is
-    called from another thread with a copy that differs from what was copied."""
+    kept until two newer ones are sealed; without it, training starts after ``stored_step``. Once ``is_over``, errors
+    from the store are not reported. ``on_mismatch`` is called from another thread with a copy that differs from what
+    was copied."""
 
     def __init__(
         self,
@@ -101,6 +102,7 @@ class Snapshotter:
         send_report: Callable[[VersionSealed | FindingRaised], None],
         *,
         restored: Version | None = None,
+        stored_step: int = 0,
         options: SnapshotOptions = DEFAULT_OPTIONS,
         clock: Clock = SYSTEM_CLOCK,
         is_over: Callable[[], bool] = bool,
@@ -122,7 +124,7 @@ class Snapshotter:
         self._unchanged_job: SnapshotJob | None = None
         self._mutation_guard = MutationGuard(bool(state.optimizers), self._log_fields, is_needed=state.changes_in_place)
         self._closing = False
-        self._retention = VersionRetention(spec.number, spec.restore, restored)
+        self._retention = VersionRetention(spec.number, spec.restore, restored, stored_step)
         self._pace = SnapshotPace(store, member.rank, 1 if options.candidates_only else options.interval)
         self._comparison = PythonStateComparison(store, member.rank, spec.world_size, self._log_fields)
         self._stopwatch = StepStopwatch(self._pace.record_step if self._pace.fixed_interval is None else None, clock)
