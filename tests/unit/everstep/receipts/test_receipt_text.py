@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from everstep.receipts import text
+from everstep.receipts.page import render_page
 from everstep.receipts.text import MAX_LISTED_RECOVERIES, format_span, format_work, summary_lines
 from everstep.wire.v1.receipts import WorldSize
 from tests.support.receipts import full_receipt, receipt, recovery
@@ -78,3 +80,10 @@ def test_repeated_steps_are_unknown_if_known_of_none() -> None:
     assert text.repeated_steps(receipt()) == 0
     known = receipt(recovery(2, 1.0, 1.0, repeated_steps=None), recovery(3, 2.0, 1.0, repeated_steps=4))
     assert text.repeated_steps(known) == 4
+
+
+def test_withdrawn_suspicion_is_a_line_of_the_receipt() -> None:
+    note = "a suspicion against node-3 was withdrawn: another node got the same gradients"
+    made = msgspec.structs.replace(receipt(), audit_notes=(note,))
+    assert f"  {note}" in summary_lines(made)
+    assert note in render_page(made)
