@@ -105,11 +105,10 @@ class Mode(StrEnum):
 class AuditLink(StrEnum):
     """A check of the work of training, one link of the chain against silent corruption.
 
-    RECOMPUTE: a block's output in the forward pass and in activation recomputation. MATMUL: products of linear layers.
-    GRADIENT_NORM: a rank's gradients beside those of other ranks. GRADIENT_BUFFER: a rank's gradients from the backward
-    pass until they were sent. COLLECTIVE: gradients before and after they are added. PEER_REPLAY: a block's passes on
-    another rank. UPDATE: a part of the optimizer's update. STATE: parameters and moments between updates. CHECKPOINT:
-    the copies of a version.
+    MATMUL: products of linear layers. GRADIENT_NORM: a rank's gradients beside those of other ranks. GRADIENT_BUFFER: a
+    rank's gradients from the backward pass until they were sent. COLLECTIVE: gradients before and after they are added.
+    PEER_REPLAY: a block's passes on another rank. UPDATE: a part of the optimizer's update. STATE: parameters and
+    moments between updates. CHECKPOINT: the copies of a version. RECOMPUTE: only in records of earlier releases.
     """
 
     RECOMPUTE = "recompute"

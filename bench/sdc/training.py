@@ -177,7 +177,7 @@ class Training:
     def intervals(self, preset: SdcPreset, steps: int) -> dict[str, int]:
         """Return the intervals that the chain chooses from the costs it measures in ``steps`` steps."""
         self.reset()
-        chain = self._new_chain(link_options(preset), 1)
+        chain = self._new_chain(link_options(preset, is_sharded=self.config.parallel != "ddp"), 1)
         if chain is None:
             return {}
         for step in range(1, steps + 1):

@@ -17,6 +17,7 @@ from everstep_trainer.run import Run
 from everstep_trainer.runtime.generation_session import TrainingSession
 from everstep_trainer.sdc.audit import Mismatch
 from everstep_trainer.sdc.gradients import gradient_norms
+from everstep_trainer.sdc.gradients.gradient_exchange import GradientTap
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -106,7 +107,7 @@ def train_with_fault(
         repeated_from: The first step of each.
     """
     active, session = FaultyAt(rank), RecordingSession(world)
-    with _spoiled_transport(active, fault) if fault in ("transport", "sending") else nullcontext():
+    with _spoiled_transport(active, fault) if fault in ("rest", "transport", "sending") else nullcontext():
         trained = _train(rank, world, layout, fault, session, active, links, repeated_from)
     said = [session.mismatches]
     active.is_on &= fault.startswith("permanent")
@@ -139,8 +140,13 @@ def _exchanged_seats(rank: int, world: int) -> Iterator[int]:
 
 @contextmanager
 def _spoiled_transport(active: FaultyAt, fault: str) -> Iterator[None]:
-    """While the fault is active, flip a bit of what this process receives of others' gradients, or of what it sends."""
-    all_to_all = dist.all_to_all_single
+    """While the fault is active, flip a bit of a gradient after it has arrived, or while it is sent or received."""
+    all_to_all, on_local = dist.all_to_all_single, GradientTap.on_local
+
+    def flipping_local(tap: GradientTap, parameters: Any, gradients: Any, slices: torch.Tensor) -> None:
+        if active and fault == "rest":
+            slices.view(torch.int32).view(-1)[5] ^= 1
+        on_local(tap, parameters, gradients, slices)
 
     def flipping(output: torch.Tensor, input: torch.Tensor, **more: Any) -> Any:
         if active and fault == "sending":
@@ -150,11 +156,11 @@ def _spoiled_transport(active: FaultyAt, fault: str) -> Iterator[None]:
             output.view(torch.int32)[5] ^= 1
         return work
 
-    dist.all_to_all_single = flipping
+    dist.all_to_all_single, GradientTap.on_local = flipping, flipping_local  # type: ignore[method-assign]
     try:
         yield
     finally:
-        dist.all_to_all_single = all_to_all
+        dist.all_to_all_single, GradientTap.on_local = all_to_all, on_local  # type: ignore[method-assign]
 
 
 def _train(
@@ -202,14 +208,10 @@ def _train(
         if is_odd and step == FAULTY_STEP:
             target = target * ODD_TARGETS[fault]
         optimizer.zero_grad()
-        flip = parameters[2].register_post_accumulate_grad_hook(
-            partial(_flip_gradient, bool(active) and fault == "rest")
-        )
         loss = nn.functional.mse_loss(model(data), target)
         if fault in REFUSED_LOSSES and active.is_on and step >= FAULTY_STEP:
             loss = loss * math.nan
         scaler.scale(loss).backward()
-        flip.remove()
         if active and fault == "result":
             parameters[0].grad.view(torch.int32).view(-1)[0] ^= 1  # type: ignore[union-attr]
         if guard is None or guard.allows(loss):
@@ -222,11 +224,6 @@ def _train(
 def _halve_gradient(parameter: torch.Tensor) -> None:
     if parameter.grad is not None:
         parameter.grad *= 0.5
-
-
-def _flip_gradient(active: bool, parameter: torch.Tensor) -> None:
-    if active and parameter.grad is not None:
-        parameter.grad.view(torch.int32).view(-1)[7] ^= 1
 
 
 def _spoil_backward(active: FaultyAt, value: float, _: nn.Module, __: Any, output: torch.Tensor) -> None:

@@ -50,7 +50,7 @@ from everstep_trainer.sdc.presets import LinkOptions, link_options
 from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.state.generators import wrap_generators
 from everstep_trainer.state.python_state import wrap_per_rank
-from everstep_trainer.state.tracked_objects import as_list
+from everstep_trainer.state.tracked_objects import as_list, holds_shards
 from everstep_trainer.state.untracked_state import check_untracked, require_storable
 
 # ---- hooks on tracked optimizers
@@ -615,7 +615,8 @@ class Run:
         """
         if isinstance(exclude, str):
             raise TypeError(f"exclude takes a list of patterns: exclude=[{exclude!r}]")
-        audits = self._choose_audits(link_options(sdc or self._session.sdc_preset, sdc_links))
+        preset = sdc or self._session.sdc_preset
+        audits = self._choose_audits(link_options(preset, sdc_links, is_sharded=holds_shards(objects)))
         if audits and sdc is not None and self._session.sdc_mode == "report" and self.rank == 0:
             log.warning(
                 "sdc=%r of run.track: audits only report; `everstep-launch --sdc-mode enforce` acts on differences",

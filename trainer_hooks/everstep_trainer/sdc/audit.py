@@ -54,9 +54,19 @@ class AuditSetup(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.nodes) and self.nodes[rank] == self.nodes[other]
 
 
+def current_backward_pass() -> int:
+    """Return torch's number of the backward pass that this thread is in, or -1."""
+    return int(torch._C._current_graph_task_id())
+
+
 def is_in_backward() -> bool:
     """Return whether this thread is in a backward pass, where a forward pass is a recomputation."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return current_backward_pass() != -1
+
+
+def is_strided(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has bits in one layout: no sparse gradient, for instance."""
+    return tensor.layout is torch.strided
 
 
 class Audit:

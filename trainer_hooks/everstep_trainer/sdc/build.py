@@ -14,13 +14,11 @@ from everstep_trainer.sdc.gradients.gradient_exchange import GradientTap
 from everstep_trainer.sdc.gradients.gradient_norms import GradientNorms
 from everstep_trainer.sdc.matmul import Matmul
 from everstep_trainer.sdc.presets import LinkOptions
-from everstep_trainer.sdc.recompute import Recompute
 from everstep_trainer.sdc.replay.peer_replay import PeerReplay
 from everstep_trainer.sdc.state_digests import StateAudit
 from everstep_trainer.sdc.updates import UpdateAudit
 
 AUDITS: dict[AuditLink, Callable[[AuditSetup], Audit]] = {
-    AuditLink.RECOMPUTE: Recompute,
     AuditLink.MATMUL: Matmul,
     AuditLink.PEER_REPLAY: PeerReplay,
     AuditLink.UPDATE: UpdateAudit,

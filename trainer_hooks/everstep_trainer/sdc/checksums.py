@@ -8,7 +8,9 @@ element shows in the sums of its block and column. The sums only tell where to l
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
+from typing import Any
 
 import msgspec
 import torch
@@ -63,8 +65,8 @@ class Screening(msgspec.Struct, frozen=True):
 def residuals(product: Product) -> torch.Tensor:
     """Return the difference of both sums for each block of rows and each column."""
     dtype = _summed_as(product.result)
-    result = _sums(product.result.to(dtype))
-    left = _sums(product.left.to(dtype))
+    result = _sums(product.result, dtype)
+    left = _sums(product.left, dtype)
     again = left @ product.right.to(dtype)
     if product.bias is not None:
         again.addr_(_signs(len(product.result), dtype, result.device)[1], product.bias.to(dtype))
@@ -105,13 +107,15 @@ def worst_patch(product: Product, place: torch.Tensor) -> Patch:
     return Patch(elements[most], left[most], right)
 
 
-def _sums(matrix: torch.Tensor, *, signed: bool = True) -> torch.Tensor:
-    """Return the sums of each block of rows, with random signs or without."""
-    rows = len(matrix)
-    signs = _signs(rows, matrix.dtype, matrix.device)[0] if signed else matrix.new_ones(rows)
+def _sums(matrix: torch.Tensor, dtype: torch.dtype, *, signed: bool = True) -> torch.Tensor:
+    """Return the sums of each block of rows, with random signs or without, added up in ``dtype``."""
+    rows, whole = len(matrix), len(matrix) // BLOCK_ROWS
+    if matrix.is_cuda and matrix.dtype != dtype and signed:
+        return _wide_sums(matrix, dtype)
+    matrix = matrix.to(dtype)
+    signs = _signs(rows, dtype, matrix.device)[0] if signed else matrix.new_ones(rows)
     if rows <= BLOCK_ROWS:
         return signs[None] @ matrix
-    whole = rows // BLOCK_ROWS
     blocks = matrix[: whole * BLOCK_ROWS].unflatten(0, (whole, BLOCK_ROWS))  # type: ignore[no-untyped-call]
     sums = torch.bmm(signs[: whole * BLOCK_ROWS].view(whole, 1, BLOCK_ROWS), blocks)[:, 0]
     if whole * BLOCK_ROWS == rows:
@@ -119,13 +123,30 @@ def _sums(matrix: torch.Tensor, *, signed: bool = True) -> torch.Tensor:
     return torch.cat([sums, signs[None, whole * BLOCK_ROWS :] @ matrix[whole * BLOCK_ROWS :]])
 
 
+def _wide_sums(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return the sums of each block of rows with random signs, in a wider dtype but without a wider copy."""
+    signed = matrix * _signs(len(matrix), matrix.dtype, matrix.device)[0][:, None]  # exact in any dtype
+    return _by_blocks(signed, lambda blocks, dim: blocks.sum(dim, dtype=dtype))
+
+
+def _by_blocks(matrix: torch.Tensor, reduce: Callable[[torch.Tensor, int], torch.Tensor]) -> torch.Tensor:
+    """Return what ``reduce`` makes of each block of rows, with one launch for all whole blocks."""
+    whole = len(matrix) // BLOCK_ROWS
+    parts = []
+    if whole:
+        blocks = matrix[: whole * BLOCK_ROWS].unflatten(0, (whole, BLOCK_ROWS))  # type: ignore[no-untyped-call]
+        parts.append(reduce(blocks, 1))
+    if whole * BLOCK_ROWS < len(matrix):
+        parts.append(reduce(matrix[None, whole * BLOCK_ROWS :], 1))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
 def _norms(matrix: torch.Tensor) -> torch.Tensor:
     """Return the norm of each column in each block of rows, in float32 or float64."""
     dtype = torch.float64 if matrix.dtype is torch.float64 else torch.float32
     if not matrix.is_cuda:  # squares and their sums take half the time of norms here
-        return _sums(matrix.to(dtype).square(), signed=False).sqrt_()
-    blocks = [torch.linalg.vector_norm(block, dim=0, dtype=dtype) for block in torch.split(matrix, BLOCK_ROWS)]
-    return torch.stack(blocks)
+        return _sums(matrix.to(dtype).square(), dtype, signed=False).sqrt_()
+    return _by_blocks(matrix, lambda blocks, dim: torch.linalg.vector_norm(blocks, dim=dim, dtype=dtype))
 
 
 @lru_cache(maxsize=256)
@@ -138,8 +159,8 @@ def _signs(rows: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.T
 
 
 def _summed_as(result: torch.Tensor) -> torch.dtype:
-    """Return the dtype of sums. A GPU multiplies half precision fastest, and adds in float32."""
-    return result.dtype if result.is_cuda or result.dtype is torch.float64 else torch.float32
+    """Return the dtype of sums: in half precision they would round so much that every clean product looks wrong."""
+    return torch.float64 if result.dtype is torch.float64 else torch.float32
 
 
 # ---- exact judgements
@@ -175,8 +196,19 @@ def _tolerance(rows: torch.Tensor, left: torch.Tensor, right: torch.Tensor, exac
     return tolerance
 
 
+def multiplies_in_tf32() -> bool:
+    """Return whether CUDA products of float32 are computed in TF32, under torch's older and newer switch alike.
+
+    The older switch, ``allow_tf32``, raises once a program has used the newer one.
+    """
+    matmul: Any = torch.backends.cuda.matmul
+    if hasattr(matmul, "fp32_precision"):
+        return bool(matmul.fp32_precision == "tf32")
+    return bool(matmul.allow_tf32)
+
+
 def _accumulated_eps(result: torch.Tensor) -> float:
     """Return the relative rounding error with which a product of this dtype is added up."""
-    if result.is_cuda and torch.backends.cuda.matmul.allow_tf32 and result.dtype is torch.float32:
+    if result.is_cuda and result.dtype is torch.float32 and multiplies_in_tf32():
         return 2.0**-10  # TF32 has 10 bits of mantissa
     return torch.finfo(torch.float64 if result.dtype is torch.float64 else torch.float32).eps

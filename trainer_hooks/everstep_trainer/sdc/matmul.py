@@ -3,7 +3,8 @@
 In a due step all products of all eager `torch.nn.Linear` layers are screened by checksums (`checksums`), in each call.
 Where the sums look wrong, elements are compared with float64. Two rules keep a wrong comparison from accusing anybody.
 A difference counts only if the elements' product in the original precision agrees with float64, so the tolerance fits.
-And it counts only if the same product agreed in an earlier audit, even where its sums fit worst.
+And it counts only if the same product agreed in an earlier audit, even where its sums fit worst. In the first audits of
+a generation it also counts if the product agrees on most other ranks: the rank may have been wrong from the beginning.
 
 Nothing is kept that autograd does not keep. The weight's gradient needs the layer's input. A call refers to it as long
 as its graph does. Under activation checkpointing the input is taken from the recomputation.
@@ -13,11 +14,13 @@ from __future__ import annotations
 
 import logging
 import weakref
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import msgspec
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import Node
 from torch.distributed.fsdp import FSDPModule
@@ -26,18 +29,19 @@ from torch.utils.hooks import RemovableHandle
 
 from everstep.vocabulary import AuditLink
 from everstep.wire.v1.local import MAX_OPERAND_BYTES, WrongProduct
-from everstep_trainer.sdc.audit import Audit, AuditSetup, is_in_backward
+from everstep_trainer.sdc.audit import Audit, AuditSetup, current_backward_pass, is_in_backward
 from everstep_trainer.sdc.checksums import (
     Patch,
     Product,
     compare_elements,
+    multiplies_in_tf32,
     product_of,
     residuals,
     screen,
     worst_patch,
 )
 from everstep_trainer.sdc.digests.digest import tensor_digest, to_hex
-from everstep_trainer.sdc.recompute import eager_leaf_modules
+from everstep_trainer.sdc.eager_modules import eager_leaf_modules
 from everstep_trainer.state.python_value_codec import as_bytes, dtype_name
 
 log = logging.getLogger(__name__)
@@ -46,6 +50,10 @@ MAX_REPORTS = 3
 """Most products that are reported for one step."""
 SMALL = 1 / 12
 """Part of the allowed residual below which all residuals of a product must lie before what is allowed is found anew."""
+PRODUCTS = ("forward", "input gradient", "weight gradient")
+"""Those of a layer."""
+VOTES = 3
+"""First audits of a generation in which the ranks compare which products never agreed with float64."""
 GRAPH_DEPTH = 8
 """Most nodes of the autograd graph from a layer's output to its weight."""
 
@@ -77,6 +85,8 @@ class Matmul(Audit):
         self._suspects: list[_Suspect] = []
         self._is_watching = False
         self._doubted: set[str] = set()
+        self._votes = 0
+        """Audits so far in which the ranks compared which products never agreed."""
 
     def begin_step(self, step: int, *, due: bool) -> None:
         self.close()
@@ -88,13 +98,26 @@ class Matmul(Audit):
     def before_update(self, step: int, *, due: bool) -> None:
         suspects = self._suspects
         self.close()
-        if not suspects:
+        if not due:
             return
-        flags = torch.stack([one.is_suspicious.to(self.setup.device) for one in suspects]).tolist()
         reports = 0
+        doubts: dict[str, tuple[Patch, str]] = {}  # products that differ and never agreed here
+        flags = torch.stack([one.is_suspicious.to(self.setup.device) for one in suspects]).tolist() if suspects else []
         for one, is_suspicious in zip(suspects, flags, strict=True):
             if reports < MAX_REPORTS and (is_suspicious or one.unit not in self._agreed):
-                reports += self._judge(step, one.unit, one.patch)
+                difference = self._compare(one.unit, one.patch)
+                if difference and one.unit in self._agreed:
+                    self._report(step, one.unit, one.patch, difference)
+                    reports += 1
+                elif difference:
+                    doubts.setdefault(one.unit, (one.patch, difference))
+        if self._votes < VOTES and self.setup.world_size > 1:
+            self._votes += 1
+            for unit in self._doubted_here_alone(doubts)[: MAX_REPORTS - reports]:
+                self._report(step, unit, *doubts.pop(unit))
+        for unit in doubts.keys() - self._doubted:
+            log.info("%s never agreed with its product, so it is not what it seems: this counts as no fault", unit)
+        self._doubted |= doubts.keys()
 
     def close(self) -> None:
         if self._is_watching:
@@ -124,19 +147,32 @@ class Matmul(Audit):
                 return
         self._suspects.append(_Suspect(unit, screening.is_suspicious, worst_patch(product, screening.place)))
 
-    def _judge(self, step: int, unit: str, patch: Patch) -> bool:
-        """Report elements that are not those of their product; return whether they were reported."""
+    def _compare(self, unit: str, patch: Patch) -> str:
+        """Return how elements differ from those of their product; empty if they agree."""
         with _no_autocast(patch.rows.device.type):
             difference = compare_elements(patch.rows, patch.left, patch.right)
-        if difference is None:
-            if bool(torch.isfinite(patch.rows).all()):
-                self._agreed.add(unit)
-            return False
-        if unit not in self._agreed:
-            if unit not in self._doubted:
-                log.info("%s never agreed with its product, so it is not what it seems: this counts as no fault", unit)
-            self._doubted.add(unit)
-            return False
+        if difference is None and bool(torch.isfinite(patch.rows).all()):
+            self._agreed.add(unit)
+        return difference or ""
+
+    def _doubted_here_alone(self, doubts: Collection[str]) -> list[str]:
+        """Return the products in doubt that agree on most other ranks. A collective.
+
+        A layer whose forward pass is no plain product differs on all ranks. On few ranks alone, the product is plain
+        and the rank is wrong, from its first step on.
+        """
+        units = [f"{linear.name} {product}" for linear in self._linears for product in PRODUCTS]
+        if not units:
+            return []
+        states = [[unit in doubts, unit in self._agreed and unit not in doubts] for unit in units]
+        counts = torch.tensor(states, dtype=torch.int64, device=self.setup.device)
+        with self.waiting():
+            dist.all_reduce(counts)
+        alone = [2 * doubting < self.setup.world_size and doubting < agreed for doubting, agreed in counts.tolist()]
+        return [unit for unit, is_alone in zip(units, alone, strict=True) if is_alone and unit in doubts]
+
+    def _report(self, step: int, unit: str, patch: Patch, difference: str) -> None:
+        """Report elements that are not those of their product."""
         product = capture_wrong_product(f"{unit} of step {step}", patch)
         if product is not None:
             self.setup.keep_wrong_product(product)
@@ -147,7 +183,6 @@ class Matmul(Audit):
             digest=to_hex(tensor_digest(product_of(patch.left, patch.right, patch.rows.dtype))),
             difference=difference,
         )
-        return True
 
 
 def capture_wrong_product(work: str, patch: Patch) -> WrongProduct | None:
@@ -170,7 +205,7 @@ def capture_wrong_product(work: str, patch: Patch) -> WrongProduct | None:
         columns=columns,
         left=as_bytes(patch.left[:rows]),
         right=as_bytes(patch.right),
-        allows_tf32=patch.left.is_cuda and torch.backends.cuda.matmul.allow_tf32,
+        allows_tf32=patch.left.is_cuda and multiplies_in_tf32(),
     )
 
 
@@ -208,6 +243,8 @@ class _Linear:
         weight = module.weight
         if not torch.is_grad_enabled() or not args or not _is_plain(args[0]) or not _is_plain(weight):
             return None
+        if "forward" in vars(module):  # the program has replaced it, to quantise for instance
+            return None
         with self.audit.cost():
             x, are_saved_elsewhere = args[0], _are_saved_elsewhere()
             if are_saved_elsewhere and is_in_backward():
@@ -228,6 +265,8 @@ class _Linear:
         call, self._call = self._call, None
         is_recomputed = call is None and is_in_backward() and torch.is_grad_enabled()
         if (call is None and not is_recomputed) or not args or not _is_plain(args[0]) or not _is_plain(output):
+            return
+        if "forward" in vars(module):
             return
         with self.audit.cost(), torch.no_grad(), _no_dispatch_modes():
             bias = None if module.bias is None else module.bias.detach()
@@ -280,7 +319,7 @@ class _Call:
     def on_output_gradient(self, gradient: torch.Tensor | None) -> None:
         """Begin to watch the first backward pass. Later ones may bring other gradients, or only a part of them."""
         if gradient is not None and self._linear.is_watched and self._pass is None:
-            self._pass, self._output_gradient = _current_pass(), _matrix(gradient)
+            self._pass, self._output_gradient = current_backward_pass(), _matrix(gradient)
         else:
             self._output_gradient = None
 
@@ -314,7 +353,7 @@ class _Call:
 
     def _gradient_of_pass(self) -> torch.Tensor | None:
         """Return the output's gradient; None if another backward pass brought it."""
-        if self._pass != _current_pass():
+        if self._pass != current_backward_pass():
             self._output_gradient = None
         return self._output_gradient
 
@@ -357,11 +396,6 @@ def _is_plain(tensor: object) -> bool:
         and tensor.is_floating_point()
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     )
-
-
-def _current_pass() -> int:
-    """Return the number of the backward pass that this thread is in, or -1."""
-    return int(torch._C._current_graph_task_id())
 
 
 def _are_saved_elsewhere() -> bool:

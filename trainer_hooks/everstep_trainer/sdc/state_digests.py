@@ -2,8 +2,8 @@
 
 After the update of a due step a part of them is digested, and digested again right before the next update. Successive
 audits go through all of them. torch counts writes to tensors, and what it saw written to is not compared. Writes that
-it does not count are recognised by their extent: they reach several ranks, or many tensors of one. The latter may also
-be failing memory: the log says so, and nobody is accused.
+it does not count are recognised by their extent: they reach several ranks, many tensors of one, or a buffer, in which a
+program may keep statistics on one rank. The last two may also be failing memory: the log says so, and accuses no node.
 
 A rank states its own contradiction, so no other rank repeats anything. The comparison of GPU memory is read in the next
 step: no audit waits for a GPU.
@@ -102,12 +102,13 @@ class StateAudit(Audit):
         self._part_bytes = PART_BYTES.get(setup.device.type, GPU_PART_BYTES)
         self._parts: list[list[_Unit]] = []
         self._written: set[str] = set()  # past torch's count: not audited
-        self._unstable = {  # may be written to between updates, so they share no digest with stable tensors
+        self._buffers = {
             f"{name}.{key}"
             for top, root in self._tracked.modules
             for name, module in named_modules(top, root)
             for key in module._buffers
         }
+        self._unstable = set(self._buffers)  # may be written to between updates: they share no digest with stable ones
         self._watched: tuple[int, list[_Watched]] | None = None
         self._outcome: _Outcome | None = None
 
@@ -230,8 +231,8 @@ class StateAudit(Audit):
         if not where:
             return
         units = [outcome.watched[number].unit for number in where]
-        is_programs = ranks > 1 or 4 * len(where) > max(4, len(outcome.watched))
-        if is_programs:
+        are_buffers = all(piece.name in self._buffers for unit in units for piece in unit)
+        if ranks > 1 or are_buffers or 4 * len(where) > max(4, len(outcome.watched)):
             names = {piece.name for unit in units for piece in unit}
             if not self._written:
                 words = _ON_ONE_RANK if ranks == 1 < self.setup.world_size else _BY_THE_PROGRAM

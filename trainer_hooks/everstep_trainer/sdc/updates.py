@@ -306,6 +306,7 @@ class UpdateAudit(Audit):
         self._rotations = [_Rotation(optimizer) for optimizer in self._optimizers]
         self._tried: set[int] = set()
         self._hooks: list[RemovableHandle] = []
+        self._last_hooks: dict[int, int] = {}  # the id of this audit's hook before each optimizer's step
         self._captured: dict[int, tuple[UpdateRecord, list[_Inputs]]] = {}
         self._comparisons: list[_Comparison] = []
         self._pending: tuple[int, torch.Tensor, list[_Comparison]] | None = None
@@ -356,15 +357,18 @@ class UpdateAudit(Audit):
     def _watch(self, number: int) -> None:
         optimizer, (before, after) = self._optimizers[number], self._calls[number]
         pre, post = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
-        _call_first(optimizer._optimizer_step_pre_hooks, pre.id)
-        _call_first(optimizer._optimizer_step_post_hooks, post.id)
+        # What other hooks change before the update, such as by clipping, is its input; what they change after it is not
+        # its result.
+        optimizer._optimizer_step_post_hooks.move_to_end(post.id, last=False)
+        self._last_hooks[number] = pre.id
         self._hooks += pre, post
 
     def _calls_around(self, number: int) -> tuple[Callable[..., None], Callable[..., None]]:
         """Return what is called before and after a step of one optimizer."""
 
-        def before(_: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if number not in self._captured and number not in self._off:
+        def before(optimizer: optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            is_last = next(reversed(optimizer._optimizer_step_pre_hooks)) == self._last_hooks.get(number)
+            if is_last and number not in self._captured and number not in self._off:
                 with self.cost(), torch.no_grad():
                     self._capture(number, has_closure=bool(args[1:]) or kwargs.get("closure") is not None)
 
@@ -549,8 +553,3 @@ class UpdateAudit(Audit):
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-
-
-def _call_first(hooks: Any, key: int) -> None:
-    """Move a hook of an optimizer before all others: what they change is no part of the update."""
-    hooks.move_to_end(key, last=False)

@@ -7,12 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Sampler
 
 from everstep_trainer.data.loader import Loader
 from everstep_trainer.data.sampler import ElasticSampler
 from everstep_trainer.state.arrays import ArraySource
+from everstep_trainer.state.sharded_state import ShardedState
 from everstep_trainer.state.supported import refuse_zero
 
 # ---- module names, as if nothing were wrapped
@@ -95,3 +97,13 @@ def as_list(tracked: object) -> Sequence[object]:
             if all(isinstance(one, kind) for one in tracked):
                 return tracked
     return (tracked,)
+
+
+def holds_shards(objects: Mapping[str, object]) -> bool:
+    """Return whether a rank may hold tracked state that no other rank holds, such as shards of ``fully_shard``."""
+    for one in (one for tracked in objects.values() for one in as_list(tracked)):
+        if isinstance(one, ShardedState):
+            return True
+        if isinstance(one, torch.nn.Module) and any(isinstance(each, DTensor) for each in one.parameters()):
+            return True
+    return False

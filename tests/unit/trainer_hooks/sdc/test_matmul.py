@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from everstep_trainer.sdc import matmul
+from everstep_trainer.sdc import checksums, matmul
+from everstep_trainer.sdc.audit import AuditSetup, Mismatch
 from everstep_trainer.sdc.checksums import Patch
 from everstep_trainer.sdc.matmul import Matmul, capture_wrong_product
 from torch import nn
@@ -370,3 +371,66 @@ def test_nested_tensors_are_left_alone():
     audit.begin_step(1, due=True)
     ragged = torch.nested.nested_tensor([torch.randn(3, 16), torch.randn(5, 16)], layout=torch.jagged)
     assert model(ragged).is_nested
+
+
+def test_forward_that_the_program_replaces_is_left_alone():
+    model = fresh(False)
+    audit, said = audit_of(Matmul, model)
+    train(model, audit, 3)
+    for layer in (one for one in model.modules() if isinstance(one, nn.Linear)):
+        layer.forward = lambda x, layer=layer: functional.linear((x * 16).round() / 16, layer.weight, layer.bias)
+    train(model, audit, 3)
+    assert not said
+
+
+def wrong_from_the_first_step(rank: int, world: int, wrong_ranks: tuple[int, ...]) -> list[str]:
+    model = fresh(False)
+    said: list[Mismatch] = []
+    setup = AuditSetup(
+        rank=rank,
+        world_size=world,
+        nodes=tuple(f"node-{number}" for number in range(world)),
+        device=torch.device("cpu"),
+        objects={"model": model},
+        has_replica_per_rank=True,
+        report=said.append,
+    )
+    layer = next(one for one in model.modules() if isinstance(one, nn.Linear))
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        faulty(layer, "forward", patch) if rank in wrong_ranks else nullcontext(),
+    ):
+        train(model, Matmul(setup), 4)
+    return [one.unit for one in said]
+
+
+def test_rank_wrong_from_its_first_step_is_reported(kept_ranks):
+    first, second, third = kept_ranks.call(3, wrong_from_the_first_step, (1,))
+    assert not first
+    assert second
+    assert all("forward" in unit for unit in second)
+    assert not third
+
+
+def test_layer_that_differs_on_all_ranks_is_no_fault(kept_ranks):
+    assert not any(kept_ranks.call(3, wrong_from_the_first_step, (0, 1, 2)))
+
+
+def test_half_precision_is_added_in_float32():
+    torch.manual_seed(0)
+    left, right = torch.randn(600, 128).bfloat16(), torch.randn(128, 64).bfloat16()
+    product = (left.float() @ right.float()).bfloat16()
+    wide = checksums._wide_sums(product, torch.float32)
+    torch.testing.assert_close(wide, checksums._sums(product.float(), torch.float32), rtol=1e-4, atol=1e-2)
+    assert wide.dtype is torch.float32
+    assert len(wide) == 3
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_newer_switch_of_tf32_is_read(precision):
+    matmul, before = torch.backends.cuda.matmul, torch.backends.cuda.matmul.fp32_precision
+    try:
+        matmul.fp32_precision = precision
+        assert checksums.multiplies_in_tf32() is (precision == "tf32")
+    finally:
+        matmul.fp32_precision = before

@@ -132,3 +132,15 @@ def test_parts_cover_the_state_within_the_promised_rounds(monkeypatch: pytest.Mo
     buffers = sum(buffer.nbytes for buffer in loop.model.buffers())
     assert covered == buffers + sum(tensor.nbytes for tensor in loop.tensors())
     assert 2 < len(parts) + 1 <= promised
+
+
+def test_buffer_written_past_torch_accuses_no_node(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    loop = Loop()
+    loop.run(2)
+    corrupt(loop.model[1].running_mean)  # as a program writes statistics by .data on one rank
+    with torch.no_grad():
+        loop.model[1].eval()
+    loop.run()
+    assert not loop.reported
+    assert "running_mean" in caplog.text

@@ -87,8 +87,14 @@ class Training:
 
     def corrupt_next(self, change: Callable[[], object]) -> None:
         """Make the next update read other values than the audit copied."""
-        changes = [change]
-        self.optimizer.register_step_pre_hook(lambda *_: changes.pop()() if changes else None)
+        capture, changes = self.audit._capture, [change]
+
+        def capture_then_change(number: int, *, has_closure: bool) -> None:
+            capture(number, has_closure=has_closure)
+            if changes:
+                changes.pop()()
+
+        self.audit._capture = capture_then_change  # type: ignore[method-assign]
 
 
 def makes() -> Iterator[Any]:
@@ -164,6 +170,30 @@ def test_closures_switch_the_audit_off(caplog: pytest.LogCaptureFixture) -> None
     training.run(3)
     assert not training.reported
     assert caplog.text.count("takes a closure") == 1
+
+
+def test_clipping_in_a_hook_before_the_update_is_its_input() -> None:
+    training = Training(lambda p: optim.AdamW(p, lr=1e-2))
+    model = training.model
+    training.optimizer.register_step_pre_hook(lambda *_: nn.utils.clip_grad_norm_(model.parameters(), 1e-3) and None)
+    training.run(4)
+    assert not training.reported
+    assert training.clean
+
+
+def test_hook_registered_in_the_step_makes_no_difference() -> None:
+    training = Training(lambda p: optim.AdamW(p, lr=1e-2))
+    begin = training.chain.begin_step  # type: ignore[union-attr]
+
+    def begin_and_hook(step: int) -> None:
+        begin(step)
+        training.optimizer.register_step_pre_hook(
+            lambda *_: nn.utils.clip_grad_norm_(training.model.parameters(), 1e-3) and None
+        )
+
+    training.chain.begin_step = begin_and_hook  # type: ignore[union-attr, method-assign]
+    training.run(4)
+    assert not training.reported
 
 
 class Unrepeatable(optim.SGD):

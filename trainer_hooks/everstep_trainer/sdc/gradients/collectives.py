@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -25,10 +25,11 @@ import torch
 
 from everstep.vocabulary import AuditLink, AuditRole
 from everstep_trainer.parallel.exact.summation import all_gather
-from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch
+from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch, is_strided
 from everstep_trainer.sdc.digests.digest import combined_digest, float_hex, tensor_digest, to_hex
 from everstep_trainer.sdc.gradients.gradient_exchange import MAX_BUCKETS, GradientReader, GradientTap
 from everstep_trainer.sdc.witnesses import choose_arbiter
+from everstep_trainer.state.tensors import list_names
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,8 @@ DOT_ROUNDINGS = COLUMNS // 4
 ROUNDING_SIGMAS = 8.0
 """Standard deviations of rounding that a sum may be off. Each addition of an element rounds by at most eps / sqrt(12)
 of its result in the mean, and no partial sum is larger than the addends and the total together."""
+MAX_NAMED = 3
+"""Most parameters named in a warning."""
 AS_SENT, NOT_AS_SENT = "0" * 16, "f" * 16
 """What a rank and those at the other ends of its slices state in place of digests: each pair has other slices."""
 
@@ -76,6 +79,7 @@ class Collectives(Audit, GradientReader):
         self._sums: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # got, expected, tolerance
         self._parts = torch.zeros(2, dtype=torch.float64)
         self._is_reading = False
+        self._seen: set[int] = set()  # ids of parameters whose gradients were exchanged in this step
 
     @property
     def rounds(self) -> int:
@@ -86,12 +90,14 @@ class Collectives(Audit, GradientReader):
             self._outgoing = None
             self._exchanged.clear()
             self._sums.clear()
+            self._seen.clear()
             self._is_reading = True
             self._tap.open(self)
 
     def on_local(
         self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], slices: torch.Tensor
     ) -> None:
+        self._seen |= {id(parameter) for parameter in parameters}
         if self._tap.sees_sums and len(self._sums) < MAX_BUCKETS:
             with self.cost():
                 self._outgoing = slices, tensor_digest(slices.view(-1))
@@ -146,7 +152,7 @@ class Collectives(Audit, GradientReader):
     def _check_between_ranks(self, step: int) -> None:
         """Compare gradients at senders and receivers, and those that the ranks are about to use."""
         setup, world, number = self.setup, self.setup.world_size, len(self._exchanged)
-        gradients = [p.grad for module in self._tap.replicas for p in module.parameters() if p.grad is not None]
+        gradients = [p.grad for p in self._exchanged_parameters() if p.grad is not None and is_strided(p.grad)]
         mine = torch.zeros(number * (2 * world + 1) + 1, dtype=torch.int64, device=setup.device)
         for one, row in zip(self._exchanged, mine[1:].view(number, 2 * world + 1), strict=True):
             row[:world], row[world:-1] = one.sent, one.received
@@ -162,6 +168,18 @@ class Collectives(Audit, GradientReader):
             self._report_changed(step, changed[setup.rank].tolist())
             self._check_transport(step, rows[:, :, :world], rows[:, :, world:-1], changed)
         self._check_results(step, everyones[:, 0])
+
+    def _exchanged_parameters(self) -> Iterator[torch.Tensor]:
+        """Yield the parameters whose gradients the ranks have exchanged in this step.
+
+        A rank gathers others for itself, such as those of an actor under ``no_sync``. Where an exchange is not visible,
+        DistributedDataParallel tells whether its last forward pass prepared one.
+        """
+        for module in self._tap.replicas:
+            if self._tap.sees_sums:
+                yield from (p for p in module.parameters() if id(p) in self._seen)
+            elif module.require_forward_param_sync:
+                yield from module.parameters()
 
     def _report_changed(self, step: int, changed: Sequence[bool]) -> None:
         """Report a buffer that changed while it was sent."""
@@ -236,12 +254,34 @@ class Collectives(Audit, GradientReader):
         if not others:
             return
         if 2 * count <= setup.world_size and setup.world_size > 2:
-            log.error("step %d: gradients differ between ranks without a majority", step)
+            self._warn_of_program(step)
             return
         agreeing = [rank for rank, digest in enumerate(digests) if digest == common]
         own = to_hex(everyones[setup.rank])
         for owner in (rank for rank, digest in enumerate(digests) if digest != common):
             self._report_witnessed(step, "gradients after the collective", owner, agreeing, own, own)
+
+    def _warn_of_program(self, step: int) -> None:
+        """Name the parameters whose gradients differ on most ranks, which no hardware explains. A collective."""
+        parameters = list(self._exchanged_parameters())
+        gradients = [torch.zeros(0) if p.grad is None or not is_strided(p.grad) else p.grad for p in parameters]
+        device = self.setup.device
+        mine = torch.stack([tensor_digest(gradient).to(device) for gradient in gradients])
+        all_digests = mine.new_empty(self.setup.world_size, len(mine))
+        with self.waiting():
+            all_gather(all_digests.view(-1), mine)
+        differ = (all_digests != all_digests[0]).any(0).tolist()
+        if self.setup.rank != 0:
+            return
+        names = {id(p): name for module in self._tap.replicas for name, p in module.module.named_parameters()}
+        found = [names.get(id(p), "a parameter") for p, is_other in zip(parameters, differ, strict=True) if is_other]
+        log.warning(
+            "step %d: after their exchange, gradients of %s differ between most ranks, so the program and not a GPU is "
+            "the cause. Likely mistakes: layers unfrozen after the model was wrapped, or a second forward pass under "
+            "no_sync",
+            step,
+            list_names(found, MAX_NAMED),
+        )
 
     def _report_witnessed(
         self,

@@ -11,14 +11,14 @@ the link is off there.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from everstep.vocabulary import AuditLink
-from everstep_trainer.sdc.audit import Audit, AuditSetup
+from everstep_trainer.sdc.audit import Audit, AuditSetup, current_backward_pass, is_strided
 from everstep_trainer.sdc.digests.digest import PlacedDigest, joined_digest, sum_of, to_hex
 from everstep_trainer.sdc.gradients.gradient_exchange import MAX_BUCKETS, GradientReader, GradientTap
 
@@ -38,6 +38,8 @@ class _Arrived(NamedTuple):
     """Elements of watched gradients before it in its bucket."""
     digest: torch.Tensor | int
     """As at that place of one flat tensor; see `PlacedDigest`."""
+    backward_pass: int = -1
+    """torch's number of the pass that brought it."""
 
 
 class _Outgoing(NamedTuple):
@@ -106,21 +108,29 @@ class GradientBuffers(Audit, GradientReader):
         """Digest the parameter's gradient when it arrives, or when it was added to those of earlier micro-batches."""
 
         def arrives(gradient: torch.Tensor) -> None:
-            with self.cost():
-                if parameter.grad is None and gradient.dtype == parameter.dtype:
-                    self._arrived[id(parameter)] = _Arrived(digest.offset, digest.of(gradient))
-                else:
-                    self._arrived.pop(id(parameter), None)
+            is_final = parameter.grad is None and gradient.dtype == parameter.dtype and is_strided(gradient)
+            if is_final and _is_last(parameter._backward_hooks, arrival) and _is_only(parameter, addition):
+                with self.cost():
+                    place = digest.offset
+                    self._arrived[id(parameter)] = _Arrived(place, digest.of(gradient), current_backward_pass())
 
         def is_added(parameter: torch.Tensor) -> None:
-            if id(parameter) not in self._arrived and parameter.grad is not None:
+            known, number = self._arrived.pop(id(parameter), None), current_backward_pass()
+            if known is not None and known.backward_pass == number:
+                self._arrived[id(parameter)] = known
+            elif (
+                parameter.grad is not None
+                and is_strided(parameter.grad)
+                and _is_last(parameter._post_accumulate_grad_hooks, addition)
+            ):
                 with self.cost():
-                    self._arrived[id(parameter)] = _Arrived(digest.offset, digest.of(parameter.grad))
+                    self._arrived[id(parameter)] = _Arrived(digest.offset, digest.of(parameter.grad), number)
 
-        # The program's own hooks may change a gradient once it was added, so it counts as arrived after them.
-        if not parameter._post_accumulate_grad_hooks:
-            self._hooks.append(parameter.register_hook(arrives))  # type: ignore[no-untyped-call]
-        self._hooks.append(parameter.register_post_accumulate_grad_hook(is_added))  # type: ignore[no-untyped-call]
+        # The program's hooks, of earlier steps or of this one, may change a gradient when it arrives or once it was
+        # added. So it counts as arrived after all of them, and not at all if one of them follows.
+        arrival = parameter.register_hook(arrives)  # type: ignore[no-untyped-call]
+        addition = parameter.register_post_accumulate_grad_hook(is_added)  # type: ignore[no-untyped-call]
+        self._hooks += arrival, addition
 
     def on_local(
         self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], slices: torch.Tensor
@@ -198,6 +208,16 @@ class GradientBuffers(Audit, GradientReader):
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+
+
+def _is_last(hooks: Mapping[int, object] | None, own: RemovableHandle) -> bool:
+    """Return whether no hook of the program follows ``own``."""
+    return bool(hooks) and next(reversed(list(hooks or ()))) == own.id
+
+
+def _is_only(parameter: torch.Tensor, own: RemovableHandle) -> bool:
+    """Return whether no hook of the program runs once the parameter's gradient was added."""
+    return list(parameter._post_accumulate_grad_hooks or ()) == [own.id]
 
 
 def _largest(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
