@@ -359,7 +359,8 @@ class UpdateAudit(Audit):
         pre, post = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
         # What other hooks change before the update, such as by clipping, is its input; what they change after it is not
         # its result.
-        optimizer._optimizer_step_post_hooks.move_to_end(post.id, last=False)
+        hooks: Any = optimizer._optimizer_step_post_hooks  # an OrderedDict, typed as a dict
+        hooks.move_to_end(post.id, last=False)
         self._last_hooks[number] = pre.id
         self._hooks += pre, post
 
