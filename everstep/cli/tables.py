@@ -141,7 +141,12 @@ def status(fleet: op.FleetStatus) -> RenderableType:
         *(("outbreak", _outbreak(one, fleet.now)) for one in fleet.outbreaks if fleet.need_count is None),
     )
     running = jobs(fleet.jobs) if fleet.jobs else Text("no running jobs", style="dim")
-    return Group(head, *needs(fleet), running)
+    stalls = (Text.assemble((one.job, "bold"), ": ", _stall(one, fleet.now)) for one in fleet.jobs if one.stall)
+    return Group(head, *needs(fleet), running, *stalls)
+
+
+def _stall(one: op.JobSummary, now: float) -> Text:
+    return Text(f"for {age(now - one.stall_since)}: {one.stall}", style="yellow")
 
 
 def needs(fleet: op.FleetStatus) -> list[RenderableType]:
@@ -349,6 +354,8 @@ def job(detail: op.JobDetail, now: float) -> RenderableType:
     parts: list[RenderableType] = [jobs([detail.summary])]
     if detail.summary.reason:
         parts.append(Text(detail.summary.reason, style="dim"))
+    if detail.summary.stall:
+        parts.append(_stall(detail.summary, now))
     if detail.roster:
         made = table("rank", "node", "local", "step", "step time", "loss", right=("rank", "local", "step", "loss"))
         ranks = {one.rank: one for one in detail.ranks}

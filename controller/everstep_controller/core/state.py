@@ -282,6 +282,11 @@ class StallNotice(msgspec.Struct, frozen=True, kw_only=True):
     def sentence(self, now: float) -> str:
         return self.text.replace("{time}", format_duration(now - self.since))
 
+    @property
+    def lasting_sentence(self) -> str:
+        """The sentence without the time."""
+        return self.text.replace(" for {time}", "")
+
 
 class RegroupRuntime(msgspec.Struct):
     """Reasons for, and deadlines of, the next regroup."""

@@ -436,6 +436,7 @@ def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
     newest = (live.progress.furthest_step or 0) if live is not None else 0
     finished, step_s, until_step = _extremes(progress, number)
     step = max(job.progress.ended_step, newest) if job.is_ended else newest if finished is None else finished
+    stall = live.regroup.stall_notice if live is not None and job.is_running else None
     return op.JobSummary(
         job=job.job,
         state=job.status.state,
@@ -452,6 +453,8 @@ def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
         until_step=until_step,
         audited=job.commits.audited.version if job.commits.audited is not None else None,
         is_stopped=job.status.is_stopped,
+        stall=stall.lasting_sentence if stall is not None else "",
+        stall_since=stall.since if stall is not None else 0.0,
     )
 
 

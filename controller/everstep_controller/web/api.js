@@ -187,6 +187,8 @@ const jobOf = (one) => ({
   committed: versionOf(one.committed),
   verified: versionOf(one.verified),
   reason: one.reason || "",
+  stall: one.stall || "",
+  stallSince: one.stall_since || 0,
 });
 
 const recoveryOf = (one) => ({

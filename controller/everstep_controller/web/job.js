@@ -433,6 +433,7 @@ export function Job({ name }) {
   return html`<div class="page">
     <div class="page-head"><h1>${one.name}</h1><${JobState} state=${one.state} /><span class="dim">generation ${one.generation}, ${one.state} for ${seconds(Math.max(0, now - one.since))}</span></div>
     <p class="lead">${one.reason}</p>
+    ${one.stall && html`<p class="reason warn">For ${seconds(Math.max(0, now - one.stallSince))}: ${one.stall}.</p>`}
     <${Problem} error=${job.error} />
     <div class="figures">
       <${Figure} name="Step" value=${number(one.step)} note="finished by all ranks" />

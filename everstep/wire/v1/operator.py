@@ -201,9 +201,16 @@ class RankStatus(Message, frozen=True, kw_only=True):
 
 
 class JobSummary(Message, frozen=True, kw_only=True):
-    """One line about a job. ``step`` is the newest that all ranks finished; ``until_step`` the last one that they will
-    make, 0 if it is not known. ``audited``: the newest version that audits have verified. ``is_stopped``: an operator
-    ended it; its ``state`` is ``failed``."""
+    """One line about a job.
+
+    Attributes:
+        step: The newest step that all ranks finished.
+        until_step: The last one that they will make; 0 if it is not known.
+        audited: The newest version that audits have verified.
+        is_stopped: An operator ended it; its ``state`` is ``failed``.
+        stall: What ranks without progress do, as in "rank 0 works alone at train.py:16; ranks 1-3 wait".
+        stall_since: Since when.
+    """
 
     job: JobId
     state: JobState
@@ -220,6 +227,8 @@ class JobSummary(Message, frozen=True, kw_only=True):
     until_step: int = 0
     audited: Version | None = None
     is_stopped: bool = False
+    stall: str = ""
+    stall_since: float = 0.0
 
 
 class JobAudits(Message, frozen=True, kw_only=True):

@@ -209,10 +209,10 @@ class DirectiveListener:
                 stack, full = script_stack(), main_stack(self.settings.max_stack_bytes)  # before anything is aborted
             if self.directives.add_generation(spec):
                 self.membership.abort()
-                if stack:  # the agent may report a stopped rank long before any watchdog does
+                if stack:  # the agent may report a stopped rank before this rank reports that it waits
                     logger.warning(
-                        "%s; this rank was hung after step %d, in the last of %d collectives, at\n%s",
-                        spec.sentence,
+                        "rank %d was after step %d, in the last of %d collectives, at\n%s",
+                        self._member.rank if self._member is not None else -1,
                         self.progress.finished_step,
                         self.progress.collective_count,
                         stack,

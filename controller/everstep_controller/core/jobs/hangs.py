@@ -70,6 +70,7 @@ def _note_silent_rank(transition: Transition, job: JobRecord, report: RankUnresp
             activity_since=since,
             doing=report.doing,
             place=before.place if before is not None else "",
+            place_since=since,  # Python runs no other code meanwhile
         )
     _schedule_check(transition, job, running)
 

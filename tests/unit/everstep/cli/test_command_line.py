@@ -234,6 +234,14 @@ def test_job_table_keeps_one_line_at_any_width(width: int, shown: bool) -> None:
         assert word in row
 
 
+def test_job_and_status_tell_for_whom_the_ranks_wait() -> None:
+    stall = "rank 0 works alone at train.py:16; ranks 1-3 wait"
+    one = msgspec.structs.replace(JOB, stall=stall, stall_since=90.0)
+    assert f"for 10 s: {stall}" in drawn(tables.job(op.JobDetail(summary=one, spec=JobSpec(job="llama")), 100.0), 120)
+    fleet = op.FleetStatus(version="1", now=100.0, started_at=0.0, epoch=1, jobs=(one,), nodes={}, connected_nodes=0)
+    assert f"llama-70b-pretrain: for 10 s: {stall}" in drawn(tables.status(fleet), 120)
+
+
 def test_node_reason_fits_into_80_columns() -> None:
     why = "XID 79: GPU has fallen off the bus"
     node = op.NodeSummary(node="node-17", state=NodeState.QUARANTINED, since=0.0, reason=why, job="gpt", gpus=8)

@@ -63,6 +63,12 @@ def test_line_tells_step_rate_loss_size_and_eta() -> None:
     )
 
 
+def test_line_tells_for_whom_the_ranks_wait() -> None:
+    stall = "rank 0 works alone at train.py:16; rank 1 waits"
+    told = ProgressText().update(job(60, recovery(0.25), stall=stall, stall_since=990.0), 0.0, 1000.0)
+    assert told.endswith(f"for 10 s: {stall}")
+
+
 def test_line_without_last_step_has_no_eta() -> None:
     told = ProgressText().update(job(60, recovery(9.0, GenerationReason.FORMED), until_step=0, step_s=0.5), 0.0, 0.0)
     assert told == "step 60, 2 steps/s, 2 ranks on 1 node"

@@ -10,6 +10,7 @@ import pytest
 from everstep_controller.core.effects import Audit, Effect, Send
 from everstep_controller.core.events import OperatorAction
 from everstep_controller.core.policy import CorePolicy
+from everstep_controller.read_models.fleet_views import job_summary
 
 from everstep.vocabulary import GenerationReason, JobState, RankActivity
 from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob
@@ -64,11 +65,11 @@ def test_replaced_rank_is_logged_with_its_stacks() -> None:
 def test_stall_that_ends_is_forgotten() -> None:
     fleet = _waiting_for(STILL)
     fleet.advance(10.0, *NODES[:3])
-    assert fleet.state.job_runtime["job"].regroup.stall_notice is not None
+    assert job_summary(fleet.state, fleet.job()).stall.startswith("rank 1 stands still at train.py:16; ranks 0, 2 wait")
     for rank in range(3):
         fleet.stall(rank, activity=RankActivity.MOVING, activity_s=30.0 if rank == 1 else 0.0)
     assert sent(fleet.advance(100.0, *NODES[:3]), KillRank) == {}
-    assert fleet.state.job_runtime["job"].regroup.stall_notice is None
+    assert job_summary(fleet.state, fleet.job()).stall == ""
     assert fleet.job().failures.longest_pause_s == 30.0
 
 
