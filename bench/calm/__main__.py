@@ -29,7 +29,7 @@ from bench.calm.honest_programs import HONEST
 from bench.calm.launched_run import can_mount, run_plainly, run_program
 from bench.calm.program import Program
 from bench.calm.programs import PROGRAMS
-from bench.table import Row, finish, parser_of
+from bench.table import Row, finish, parser_of, write_json
 
 QUICK = (
     "calm/lone_validation_of_4s",
@@ -121,6 +121,8 @@ def main(argv: list[str]) -> int:
             for row in found:
                 bar.console.print(f"{row.name}: {row.value if row.value is not None else '-'} {row.unit} {row.against}")
             rows += found
+            if options.json is not None:
+                write_json(options.json, rows)  # what was measured so far outlives a measure that fails
             bar.advance(task)
     return finish("The calm day", [*calm.totals(), *honest.totals(), *rows], options.json)
 

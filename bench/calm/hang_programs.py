@@ -22,8 +22,8 @@ from bench.calm.program import Diary, Program
 from bench.calm.training import SmallTraining
 
 HANG_STEP, STEPS = 40, 60
-LIMIT_S = 140.0
-BOTH = (r"\brank 0\b.*\brank 1\b", r"\brank 1\b.*\brank 0\b", r"\branks 0(,| and) 1\b")
+LIMIT_S = 120.0
+BOTH = (r"\brank 0\b.*\brank 1\b", r"\brank 1\b.*\brank 0\b", r"\branks 0(, | and |-)1\b")
 RANK_1 = (r"\brank 1\b",)
 
 

@@ -10,8 +10,10 @@ from bench.calm.harm import last_line
 from bench.calm.launched_run import Evidence, run_program
 from bench.table import Row
 
-NOTICES = ("job.created", "launcher.joined", "generation", "resumed", "rank.works", "rank.at_work")
+NOTICES = ("job.created", "launcher.joined", "generation", "resumed")
 """Kinds of events that name ranks without a judgement."""
+WORKS = re.compile(r"\bworks alone\b")
+"""Words of a sentence that names a rank, and takes it for one that works."""
 
 
 def measure(hang: Hang, logs: Path) -> list[Row]:
@@ -36,6 +38,7 @@ def named_after(hang: Hang, evidence: Evidence) -> tuple[float | None, str]:
     if evidence.receipt is not None and evidence.receipt.result == "failed":
         said.append((evidence.receipt.ended_at, evidence.receipt.sentence))
     for at, sentence in said:
-        if at >= began and any(re.search(pattern, sentence) for pattern in hang.names):
+        is_named = any(re.search(pattern, sentence) for pattern in hang.names)
+        if at >= began and is_named and not WORKS.search(sentence):
             return at - began, sentence
     return None, last_line(evidence)

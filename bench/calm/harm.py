@@ -45,7 +45,6 @@ ACCUSING_EVENTS = (
     "node.lost",
     "node.evict",
     "rank.hung",
-    "rank.stalled",
     "rank.lost",
     "fleet.breaker_tripped",
 )

@@ -27,6 +27,14 @@ def test_hang_is_named_by_the_first_judgement_with_its_rank() -> None:
     assert named("stopped_by_a_signal", *said[:2]) is None
 
 
+def test_rank_that_is_said_to_work_is_not_named_as_hanging() -> None:
+    said = [
+        (105.0, "rank.stalled", "rank 1 works alone at train.py:16 for 5 s; rank 0 waits"),
+        (160.0, "rank.stalled", "rank 1 has been in one call at train.py:16 for 60 s: it may never end"),
+    ]
+    assert named("endless_loop_in_c", *said) == 60.0
+
+
 def test_mismatched_collectives_need_both_ranks_named() -> None:
     name = "collectives_over_different_groups"
     assert named(name, (101.0, "rank.hung", "rank 0 blocks all")) is None
