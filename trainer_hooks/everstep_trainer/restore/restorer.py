@@ -398,6 +398,12 @@ class Restoration:
         targets, wants = [], []
         for index, target in state.restore_targets(catalog):
             box = target.box
+            if catalog[index].per_rank and target.is_moment and catalog[index].shape[0] != self._spec.world_size:
+                raise NotRestorable(
+                    f"{target.name} differed between the {catalog[index].shape[0]} ranks that stored it, and there are "
+                    f"{self._spec.world_size} now: keep the number of ranks (everstep-launch --nnodes N:N), or divide "
+                    "the state by fully_shard or in DTensors"
+                )
             if catalog[index].per_rank:
                 row = catalog[index].source_rank(self._member.rank)
                 box = Box((row, *box.offset), (1, *box.size))

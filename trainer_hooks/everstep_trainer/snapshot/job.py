@@ -83,6 +83,7 @@ class SnapshotJob:
     def __post_init__(self, overlap: bool | None, must_block: bool) -> None:
         self.is_candidate = False
         self.filled: FilledSlot | None = None
+        self.moment_digests: dict[str, str] | None = None  # if they are to be compared with other ranks'
         # known from the second snapshot on; also covers a pipeline stage's state that the scan cannot recognise
         share = self.sources.share
         alone = self.scan.is_sharded or (share is not None and share.has_unshared_state)

@@ -61,6 +61,7 @@ class ActivePlan:
     manifest: Manifest
     segment: MappedSegment
     since_step: int
+    round_number: int  # of the exchange of layouts, equal on all ranks
     plan_with_covers: ActivePlan | None = None
 
     def __post_init__(self) -> None:
@@ -100,6 +101,7 @@ class _LayoutAgreement(NamedTuple):
     layouts: list[Layout]
     share: RankShare
     since: int
+    round_number: int
 
 
 @dataclass(eq=False)
@@ -129,15 +131,15 @@ class SnapshotPlanner:
             self._agree(layout, blob_bytes, since)
             self._report_lack()
         assert self._agreement is not None
-        _, _, layouts, share, since = self._agreement
+        _, _, layouts, share, since, number = self._agreement
         manifest = self._manifest(layouts, share, blob_bytes)
         if not share.cover_pieces or self.agreed.provision.candidates_only:
-            return ActivePlan(layout, share, manifest, self._open(manifest), since)
+            return ActivePlan(layout, share, manifest, self._open(manifest), since, number)
         wide = share.including_replicated_state()
         wide_manifest = self._manifest(layouts, wide, blob_bytes)
         segment = self._open(wide_manifest)
-        with_covers = ActivePlan(layout, wide, wide_manifest, segment, since)
-        return ActivePlan(layout, share, manifest, segment, since, with_covers)
+        with_covers = ActivePlan(layout, wide, wide_manifest, segment, since, number)
+        return ActivePlan(layout, share, manifest, segment, since, number, with_covers)
 
     def is_superseded(self) -> bool:
         """Return whether other ranks make a new plan, so that this one must too; see LayoutExchange."""
@@ -164,7 +166,9 @@ class SnapshotPlanner:
                 self.agreed = self._negotiation.agree(str(received.number), check_room)
             except RoundSuperseded:
                 continue
-            self._agreement = _LayoutAgreement(layout, layouts[rank], layouts, shares[rank], received.since_step)
+            self._agreement = _LayoutAgreement(
+                layout, layouts[rank], layouts, shares[rank], received.since_step, received.number
+            )
             return
 
     def _manifest(self, layouts: Sequence[Layout], share: RankShare, blob_bytes: int) -> Manifest:

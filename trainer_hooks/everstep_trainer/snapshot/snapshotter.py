@@ -34,6 +34,7 @@ from everstep_trainer.sdc.copy_audit import CopyAudit
 from everstep_trainer.snapshot.copy import SnapshotSources, write_blob
 from everstep_trainer.snapshot.exchange import ROUND_CHECK_S, LayoutExchange, PythonStateComparison
 from everstep_trainer.snapshot.job import FilledSlot, MutationGuard, OneShotSignal, SnapshotJob, SnapshotPhase
+from everstep_trainer.snapshot.moments import MomentComparison, moment_digests
 from everstep_trainer.snapshot.pace import SnapshotPace, StepStopwatch
 from everstep_trainer.snapshot.planner import ActivePlan, PlanManager, SnapshotPlanner, TensorScan
 from everstep_trainer.snapshot.reports import SealReporter
@@ -127,6 +128,9 @@ class Snapshotter:
         self._retention = VersionRetention(spec.number, spec.restore, restored, stored_step)
         self._pace = SnapshotPace(store, member.rank, 1 if options.candidates_only else options.interval)
         self._comparison = PythonStateComparison(store, member.rank, spec.world_size, self._log_fields)
+        self._moments = MomentComparison(
+            store, member.rank, spec.world_size, clock, self._stop, is_over, self._log_fields
+        )
         self._stopwatch = StepStopwatch(self._pace.record_step if self._pace.fixed_interval is None else None, clock)
         self._retry_at = self._warn_at = float("-inf")
         self._exchange = LayoutExchange(store, member.rank, spec.world_size, clock, self._stop)
@@ -183,7 +187,8 @@ class Snapshotter:
         sources = self._fitting_sources(self._scan)
         sources.stage()
         version = Version(self._spec.number, step)
-        hold = self._mutation_guard.must_block()
+        # what a GPU copies later may change before it is compared with other ranks
+        hold = self._mutation_guard.must_block() or (sources.is_on_gpu and not self._moments.has_begun)
         job = SnapshotJob(version, self._scan, sources, self._state.capture(), self._options.overlap, must_block=hold)
         small = self._plan_if_small(job)
         if small is None or small.plan_with_covers is not None:
@@ -399,6 +404,8 @@ class Snapshotter:
             return
         if job.sources.is_on_gpu:
             write_blob(payload, manifest, job.blob.data())
+        if self._moments.is_due(planned.round_number) and (job.blocks_training or not sources.is_on_gpu):
+            job.moment_digests = moment_digests(job.scan.tensors)
         view.mark_copied(slot)
         slot_digests = planned.slot_digests(copied.chunks)
         job.filled = FilledSlot(planned, slot, copied.digests, slot_digests, self._clock.monotonic() - began)
@@ -412,6 +419,12 @@ class Snapshotter:
         if self._mutation_guard.changed_before_allowed(job):
             view.discard(filled.slot)
             return
+        if job.moment_digests is not None:
+            number = filled.planned.round_number
+            if own := self._moments.differing(number, job.version.step, job.moment_digests):
+                self._state.store_per_rank(own)
+                view.discard(filled.slot)
+                return
         view.seal(filled.slot, filled.slot_digests)
         if job.is_candidate:
             self._retention.keep_candidate(job.version)

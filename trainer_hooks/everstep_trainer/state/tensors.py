@@ -139,11 +139,12 @@ class TrackedTensor(msgspec.Struct, frozen=True):
     location: TensorPlacement
     original: torch.Tensor  # the tensor found in ``container`` when the state was searched
     is_replaced: bool = False  # an array of an ArraySource: its memory never changes
+    is_moment: bool = False  # state of an optimizer, which changes only in its steps
 
     @property
     def is_volatile(self) -> bool:
         """True if forward passes may change it, so that it must be copied before the next one."""
-        return self.sharing is not Sharing.EQUAL
+        return self.sharing is not Sharing.EQUAL and not self.is_moment
 
     def current(self) -> torch.Tensor:
         """Return the live memory of a buffer now; a module may have replaced the tensor."""

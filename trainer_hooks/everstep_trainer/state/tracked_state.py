@@ -150,6 +150,8 @@ class TrackedState:
         self._has_searched = False
         self._changing: set[str] = set()
         self.running_buffers: set[str] = set()  # non-persistent ones that training changes
+        self._own_moments: frozenset[str] = frozenset()  # optimizer state that differs between ranks
+        self._has_new_own_moments = False
         for top, optimizer in self._optimizers:
             if isinstance(optimizer, torch.optim.LBFGS):
                 first, *_ = next(self._trained(optimizer))
@@ -171,6 +173,7 @@ class TrackedState:
             if isinstance(part, FSDPModule):
                 part.reshard()
         self._find_running_buffers()
+        self._has_new_own_moments = False
         self._fqns = self._names()
         self._has_searched = True
         self._tied.clear()
@@ -188,7 +191,8 @@ class TrackedState:
         for name, place, key, buffer in self._included(self._buffers()):
             self._add(found, name, place, key, buffer, self._sharing_of(name, buffer), parameter=False)
         for name, place, key, moment in self._moments():
-            self._add(found, name, place, key, moment, Sharing.EQUAL, parameter=False, location=self._locations[name])
+            sharing = Sharing.PER_RANK if name in self._own_moments else Sharing.EQUAL
+            self._add(found, name, place, key, moment, sharing, parameter=False, location=self._locations[name])
         for name, shard in self._shards():
             self._add_shard(found, name, shard)
         self._array_parts = [source.array_parts() for _, source in self._arrays]
@@ -247,11 +251,17 @@ class TrackedState:
         """Return whether the tensors are those that ``tensors`` found, in the same memory. Fast: called every step."""
         return (
             not self._find_running_buffers()
+            and not self._has_new_own_moments
             and self._has_searched
             and self._identity.is_unchanged()
             and all(still.is_unchanged(still.buffer) for still in self._buffer_records)
             and all(source.array_parts() is of for (_, source), of in zip(self._arrays, self._array_parts, strict=True))
         )
+
+    def store_per_rank(self, moments: frozenset[str]) -> None:
+        """Store these tensors of optimizer state for each rank from the next search on. From any thread."""
+        self._own_moments |= moments
+        self._has_new_own_moments = True
 
     def _find_running_buffers(self) -> bool:
         """Return whether training has changed a non-persistent buffer that was not stored so far."""
@@ -280,7 +290,7 @@ class TrackedState:
     ) -> None:
         """Add a tensor's parts; ``location`` is set for optimizer state."""
         parts = local_parts(name, tensor)
-        if sharing is Sharing.EQUAL:
+        if sharing is Sharing.EQUAL or location is not None:
             self._identity.add_tensor(container, key, tensor, check_shape=location is None)
         else:
             self._identity.add_volatile(container, key, tensor)
@@ -289,7 +299,19 @@ class TrackedState:
             first = found.get(identity)
             if first is None:
                 kind, shape = location or TensorPlacement.UNKNOWN, tuple(tensor.shape)
-                here = TrackedTensor(name, shape, box, local, sharing, parameter, container, key, kind, tensor)
+                here = TrackedTensor(
+                    name,
+                    shape,
+                    box,
+                    local,
+                    sharing,
+                    parameter,
+                    container,
+                    key,
+                    kind,
+                    tensor,
+                    is_moment=location is not None,
+                )
                 found[identity] = here
             elif location is not None and name != first.name:
                 self._tied[first.name][name] = None
@@ -425,6 +447,7 @@ class TrackedState:
         self.running_buffers = set()
         self.running_buffers = {name for name, *_ in self._buffers(stored=False) if name in index_of}
         self._changing |= self.running_buffers
+        self._own_moments = frozenset(tensor.name for tensor in catalog if tensor.per_rank)
         self._unstored = UnstoredBuffers(self._included(self._buffers(stored=False)))
         self._create_moments(catalog)
         for key, sharded in self._sharded.items():
@@ -472,7 +495,9 @@ class TrackedState:
                     state = optimizer.state[parameter]
                     if key not in state:
                         known = one.get(tensor.name)
-                        made = allocate_state(optimizer, group, parameter, key, tensor) if known is None else known
+                        shape = tensor.shape[1:] if tensor.per_rank else tensor.shape
+                        here = msgspec.structs.replace(tensor, shape=shape)
+                        made = allocate_state(optimizer, group, parameter, key, here) if known is None else known
                         state[key] = made
                     if tensor.aliases:
                         one.setdefault(tensor.name, state[key])
