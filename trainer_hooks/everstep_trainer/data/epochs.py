@@ -356,6 +356,7 @@ class EpochLoader:
             if self._run.last_finished_step < self._max_steps:
                 self._require_epoch(epoch + 1)
         self._epoch = None
+        self._run.end_steps()
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the batches of an epoch that are still to do; a step is finished when its next batch is asked for."""

@@ -33,6 +33,7 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
 from everstep_trainer.data.epochs import EpochLoader, is_indexed
+from everstep_trainer.integrations.sections import work_alone
 from everstep_trainer.run import Run, before_each_generation
 
 
@@ -151,6 +152,7 @@ def track(
         named["scaler"] = accelerator.scaler
     named |= {f"registered{index}": one for index, one in enumerate(accelerator._custom_objects)}
     run.track(**named)
+    work_alone(run, accelerator, save_state="checkpoint", save_model="saving the model", log="logging")
     backward = accelerator.backward
 
     def weighted(loss: torch.Tensor, **options: Any) -> None:

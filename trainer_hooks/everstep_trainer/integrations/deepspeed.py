@@ -47,6 +47,7 @@ from deepspeed.utils import groups
 from everstep.layout.manifests import Box
 from everstep_trainer.data.loader import Loader
 from everstep_trainer.integrations.deepspeed_partitions import Flat, flats_of, stage_3_length
+from everstep_trainer.integrations.sections import work_alone
 from everstep_trainer.run import Run
 from everstep_trainer.state.optimizer_state import map_tensors
 from everstep_trainer.state.python_state import group_options, load_options
@@ -355,6 +356,7 @@ def track_engine(run: Run, engine: DeepSpeedEngine, **options: Any) -> None:
     """
     objects = tracked_objects(engine)
     run.track(**objects, **options)
+    work_alone(run, engine, save_checkpoint="checkpoint", save_16bit_model="saving the model")
     wait_before_updates(run, objects["deepspeed"])
 
 

@@ -155,6 +155,11 @@ class RunStrategyMixin:
         if mesh is not None and mesh["tensor_parallel"].size() > 1:
             self.run.data_parallel(mesh["data_parallel"])
 
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """Save while other ranks may wait."""
+        with self.run.alone("checkpoint"):
+            super().save_checkpoint(*args, **kwargs)  # type: ignore[misc]  # the strategy's
+
     def release_group(self) -> None:
         """Destroy the process group if it was made here."""
         if self._owns_group and dist.is_initialized():

@@ -147,7 +147,8 @@ class MemoryCheckpointManager:
         stored = self._stored
         # before memory has the step: after a loss in between, the step is computed and written again
         if stored is not None and step not in stored.all_steps() and (force or stored.should_save(step)):
-            stored.save(step, metrics=metrics, force=True, args=args, custom_metadata=custom_metadata)
+            with self._run.alone("checkpoint"):
+                stored.save(step, metrics=metrics, force=True, args=args, custom_metadata=custom_metadata)
         self._checkpoint.value = {"step": step, "items": _items_of(args)}
         self._run.step_finished()
         self._begin_step()

@@ -155,7 +155,8 @@ class _StepKeeper(BaseCheckpointManager):
         self._run.before_update()
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        saved = self._inner.save(curr_step, last_step)
+        with self._run.alone("checkpoint"):
+            saved = self._inner.save(curr_step, last_step)
         self._run.step_finished()
         if self._trainer.should_continue_training():
             self._begin_step()

@@ -37,6 +37,7 @@ from transformers.trainer_callback import ExportableState
 from everstep_trainer.data.epochs import EpochLoader
 from everstep_trainer.data.loader import Loader, is_stream
 from everstep_trainer.integrations.accelerate import reset_accelerate, unprepared
+from everstep_trainer.integrations.sections import work_alone
 from everstep_trainer.run import Run
 
 __all__ = ["attach", "reset_accelerate"]
@@ -86,6 +87,8 @@ def attach(
         trainer.get_train_dataloader = lambda: _remaining_batches(run, loader, accumulated)
         callback = _EverstepCallback(trainer, run, seed or 0, exact, extra_objects)
     trainer.add_callback(callback)
+    work_alone(run, trainer, _save_checkpoint="checkpoint", save_model="saving the model", push_to_hub="upload")
+    work_alone(run, trainer, evaluate="evaluation", predict="prediction")
     callbacks = trainer.callback_handler.callbacks
     callbacks.insert(0, callbacks.pop())  # before all others, which then see the restored state
 
