@@ -146,7 +146,8 @@ def status(fleet: op.FleetStatus) -> RenderableType:
 
 
 def _stall(one: op.JobSummary, now: float) -> Text:
-    return Text(f"for {age(now - one.stall_since)}: {one.stall}", style="yellow")
+    since = now if one.stall_since is None else one.stall_since
+    return Text(f"for {age(now - since)}: {one.stall}", style="yellow")
 
 
 def needs(fleet: op.FleetStatus) -> list[RenderableType]:

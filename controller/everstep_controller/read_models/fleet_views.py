@@ -454,7 +454,7 @@ def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
         audited=job.commits.audited.version if job.commits.audited is not None else None,
         is_stopped=job.status.is_stopped,
         stall=stall.lasting_sentence if stall is not None else "",
-        stall_since=stall.since if stall is not None else 0.0,
+        stall_since=stall.since if stall is not None and stall.lasting_sentence else None,
     )
 
 

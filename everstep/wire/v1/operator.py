@@ -209,7 +209,7 @@ class JobSummary(Message, frozen=True, kw_only=True):
         audited: The newest version that audits have verified.
         is_stopped: An operator ended it; its ``state`` is ``failed``.
         stall: What ranks without progress do, as in "rank 0 works alone at train.py:16; ranks 1-3 wait".
-        stall_since: Since when.
+        stall_since: Since when; None without a stall.
     """
 
     job: JobId
@@ -228,7 +228,7 @@ class JobSummary(Message, frozen=True, kw_only=True):
     audited: Version | None = None
     is_stopped: bool = False
     stall: str = ""
-    stall_since: float = 0.0
+    stall_since: float | None = None
 
 
 class JobAudits(Message, frozen=True, kw_only=True):
