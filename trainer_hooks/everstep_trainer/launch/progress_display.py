@@ -60,7 +60,7 @@ class ProgressText:
         parts.append(f"{format_count(job.world_size, 'rank')} on {format_count(job.nodes, 'node')}")
         if rate and until > job.step and job.state is JobState.RUNNING:
             parts.append(f"ETA {format_rough((until - job.step) / rate)}")
-        if job.stall:
+        if job.stall and job.stall_since is not None:
             parts.append(f"for {format_rough(max(0.0, now - job.stall_since))}: {job.stall}")
         elif recovery is not None and recovery.duration_s is not None:
             took, ago = format_span(recovery.duration_s), format_rough(max(0.0, now - recovery.decided_at))
