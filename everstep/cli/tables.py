@@ -138,7 +138,7 @@ def status(fleet: op.FleetStatus) -> RenderableType:
         ("connected", str(fleet.connected_nodes)),
         ("budget", budget),
         *((("database", away),) if fleet.database_outage else ()),
-        *(("outbreak", _outbreak(one, fleet.now)) for one in fleet.outbreaks if fleet.need_count is None),
+        *(("outbreak", _outbreak(one, fleet.now)) for one in fleet.outbreaks),
     )
     running = jobs(fleet.jobs) if fleet.jobs else Text("no running jobs", style="dim")
     stalls = (Text.assemble((one.job, "bold"), ": ", _stall(one, fleet.now)) for one in fleet.jobs if one.stall)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from everstep_trainer.runtime.generation_session import GenerationSession
 from everstep_trainer.sdc.audit import Mismatch
 
@@ -18,7 +19,7 @@ from tests.support.generations import generation
 def _session(clock: ManualClock, sent: list[Any]) -> GenerationSession:
     spec, nothing = generation(3), SimpleNamespace()
     return GenerationSession(
-        SimpleNamespace(spec=spec, member=spec.roster[0], store=None),  # type: ignore[arg-type]
+        SimpleNamespace(spec=spec, member=spec.roster[0], store=None, device=torch.device("cpu")),  # type: ignore[arg-type]
         directives=nothing,  # type: ignore[arg-type]
         progress=nothing,  # type: ignore[arg-type]
         interrupter=nothing,  # type: ignore[arg-type]
