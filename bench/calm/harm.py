@@ -124,7 +124,7 @@ def killed_ranks(evidence: Evidence, *, was_stopped: bool = False) -> list[tuple
     began = dict.fromkeys((note["rank"], note["pid"]) for note in evidence.of_kind("began"))
     ended = {(note["rank"], note["pid"]) for note in evidence.of_kind("ended")}
     if was_stopped:
-        ended |= set(dict(began).items())
+        ended |= set(dict(began.keys()).items())
     return [process for process in began if process not in ended]
 
 

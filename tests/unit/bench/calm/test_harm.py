@@ -54,6 +54,13 @@ def test_harm_counts_killed_ranks_and_regroups() -> None:
     assert kinds(evidence(again)) == {Harm.REGROUPED: 2}
 
 
+def test_harm_counts_a_rank_of_a_stopped_job_only_if_it_was_replaced() -> None:
+    stopped = [note("began", 0), note("began", 1)]
+    assert kinds(evidence([*stopped, *calm_notes()[2:-2]], status=1)) == {Harm.FAILED: 1}
+    replaced = [note("began", pid=99), *stopped, *calm_notes()[2:-2]]
+    assert kinds(evidence(replaced, status=1)) == {Harm.FAILED: 1, Harm.KILLED: 1}
+
+
 @pytest.mark.parametrize("status", [1, None])
 def test_harm_counts_a_wrong_end_as_failed(status: int | None) -> None:
     assert kinds(evidence(status=status)) == {Harm.FAILED: 1}
