@@ -151,7 +151,8 @@ def test_killed_rank_is_replaced_and_the_run_summarized(short_path: Path) -> Non
     assert len(re.findall(link, launcher.err)) == 1
     (line,) = re.findall(r"job train-\w+ finished at step 60: 1 recovery, ([0-9.]+) s lost", launcher.err)
     assert float(line) > 0
-    assert re.search(rf"generation 2: {line} s, rank_lost: ", launcher.err)
+    (recovery,) = re.findall(r"generation 2: ([0-9.]+) s, rank_lost: ", launcher.err)
+    assert 0 < float(recovery) <= float(line)  # the steps computed again are lost besides
     (stored,) = stored_receipts(run.state)
     assert f"receipt: {stored.page}" in launcher.err
     receipt = stored.receipt

@@ -16,7 +16,7 @@ OF_AUDITS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "the owner is blamed for what its auditor got wrong",
-        lambda: mistaken(audit_outcomes._settle_audit, "case.spec.node_of(judgement.rank)", "owner"),
+        lambda: mistaken(audit_outcomes._settle_audit, "case, case.spec.node_of(judgement.rank)", "case, owner"),
         seeds=(16,),
     ),
     Mutant(

@@ -211,7 +211,8 @@ class DirectiveListener:
                 self.membership.abort()
                 if stack:  # the agent may report a stopped rank before this rank reports that it waits
                     logger.warning(
-                        "rank %d was after step %d, in the last of %d collectives, at\n%s",
+                        "%s; rank %d was after step %d, in the last of %d collectives, at\n%s",
+                        spec.sentence,
                         self._member.rank if self._member is not None else -1,
                         self.progress.finished_step,
                         self.progress.collective_count,

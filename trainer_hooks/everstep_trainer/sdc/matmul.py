@@ -54,6 +54,8 @@ PRODUCTS = ("forward", "input gradient", "weight gradient")
 """Those of a layer."""
 VOTES = 3
 """First audits of a generation in which the ranks compare which products never agreed with float64."""
+LINEAR_FORWARD = nn.Linear.forward
+"""The forward pass that PyTorch came with."""
 GRAPH_DEPTH = 8
 """Most nodes of the autograd graph from a layer's output to its weight."""
 
@@ -243,7 +245,7 @@ class _Linear:
         weight = module.weight
         if not torch.is_grad_enabled() or not args or not _is_plain(args[0]) or not _is_plain(weight):
             return None
-        if "forward" in vars(module):  # the program has replaced it, to quantise for instance
+        if _is_forward_replaced(module):
             return None
         with self.audit.cost():
             x, are_saved_elsewhere = args[0], _are_saved_elsewhere()
@@ -266,7 +268,7 @@ class _Linear:
         is_recomputed = call is None and is_in_backward() and torch.is_grad_enabled()
         if (call is None and not is_recomputed) or not args or not _is_plain(args[0]) or not _is_plain(output):
             return
-        if "forward" in vars(module):
+        if _is_forward_replaced(module):
             return
         with self.audit.cost(), torch.no_grad(), _no_dispatch_modes():
             bias = None if module.bias is None else module.bias.detach()
@@ -384,6 +386,11 @@ class _Tap(torch.autograd.Function):
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor's rows, of all its dimensions but the last."""
     return tensor.detach().reshape(-1, tensor.shape[-1])
+
+
+def _is_forward_replaced(module: nn.Linear) -> bool:
+    """Whether the program has replaced the layer's forward pass, or that of all layers, for instance to quantise."""
+    return "forward" in vars(module) or type(module).forward is not LINEAR_FORWARD
 
 
 def _is_plain(tensor: object) -> bool:

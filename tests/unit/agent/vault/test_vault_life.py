@@ -193,9 +193,9 @@ def test_full_file_system_is_an_error_with_the_arithmetic(fleet: Vaults, tiny_tm
     assert isinstance(refused, local.RequestFailed)
     assert refused.code == "slot_memory"
     assert str(tiny_tmpfs) in refused.message
-    rank = RankMemory(client, rank=0, slot_bytes=1 << 19)
+    rank = RankMemory(client, rank=0, slot_bytes=1 << 18)  # half of the 4 MiB stays free
     for slot in range(4):
-        rank.fill(slot, Version(1, slot), noise(500_000))
+        rank.fill(slot, Version(1, slot), noise(250_000))
     assert len(versions(client)) == 4
 
 

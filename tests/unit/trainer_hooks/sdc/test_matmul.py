@@ -373,6 +373,16 @@ def test_nested_tensors_are_left_alone():
     assert model(ragged).is_nested
 
 
+def test_class_forward_that_a_library_replaces_is_left_alone(monkeypatch: pytest.MonkeyPatch):
+    model = fresh(False)
+    audit, said = audit_of(Matmul, model)
+    train(model, audit, 3)
+    quantised = lambda layer, x: functional.linear((x * 16).round() / 16, layer.weight, layer.bias)  # noqa: E731
+    monkeypatch.setattr(nn.Linear, "forward", quantised)
+    train(model, audit, 3)
+    assert not said
+
+
 def test_forward_that_the_program_replaces_is_left_alone():
     model = fresh(False)
     audit, said = audit_of(Matmul, model)

@@ -55,16 +55,17 @@ def run_through(forks: ForkPool, folder: Path, kills: Sequence[Kill], *, sharded
                 form(scene, number)
                 (version,) = {m.restored for m in resumed(scene, number)}
                 assert version is not None, kill
-                lost = not is_stored(kill) if sharded else len(kill.ranks) > 1
-                assert version.step >= kill.step - lost, f"a finished step was lost after {kill}"
+                is_lost = not is_kept(kill, sharded)
+                assert version.step >= kill.step - is_lost, f"a finished step was lost after {kill}"
             scene.heard(RankFinished, WORLD, where=lambda m: m.generation == len(kills) + 1)
             assert scene.finish() == [0] * WORLD
     return read_diaries(folder)
 
 
-def is_stored(kill: Kill) -> bool:
-    """Whether the slots of those who die say that all of their shards are there."""
-    return POINTS.index(kill.point) >= POINTS.index("marked")
+def is_kept(kill: Kill, sharded: bool) -> bool:
+    """Whether the step must survive: all ranks have come to its end, and enough of its bytes are stored."""
+    is_ended, is_stored = (POINTS.index(kill.point) >= POINTS.index(point) for point in ("copying", "marked"))
+    return is_stored if sharded else is_ended and len(kill.ranks) == 1
 
 
 def form(scene: Stage, number: int) -> None:
