@@ -87,10 +87,26 @@ def attach(
         trainer.get_train_dataloader = lambda: _remaining_batches(run, loader, accumulated)
         callback = _EverstepCallback(trainer, run, seed or 0, exact, extra_objects)
     trainer.add_callback(callback)
+    _leave_out_checkpoint(trainer, run)
     work_alone(run, trainer, _save_checkpoint="checkpoint", save_model="saving the model", push_to_hub="upload")
     work_alone(run, trainer, evaluate="evaluation", predict="prediction")
     callbacks = trainer.callback_handler.callbacks
     callbacks.insert(0, callbacks.pop())  # before all others, which then see the restored state
+
+
+def _leave_out_checkpoint(trainer: Trainer, run: Run) -> None:
+    """After a regroup, do not read the checkpoint of ``train``: a rank may have died while it wrote that one."""
+    train = trainer.train
+
+    def train_from_memory(resume_from_checkpoint: str | bool | None = None, **options: Any) -> Any:
+        if resume_from_checkpoint and run.generation > 1 and run._context.will_restore:
+            if run.rank == 0:
+                message = "resume_from_checkpoint=%s is not read: after a regroup the state in memory continues"
+                log.warning(message, resume_from_checkpoint)
+            resume_from_checkpoint = None
+        return train(resume_from_checkpoint=resume_from_checkpoint, **options)
+
+    trainer.train = train_from_memory
 
 
 def _check_reused_completions(trainer: Trainer, exact: bool) -> None:
