@@ -326,8 +326,9 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Seconds for which such losses count, and for which the finding stands after the last one; longer finds nodes that
     die once a day."""
     digest_tie_count: int = 3
-    """Digest votes of a job without an eviction (no majority, or deferred by the budget) inside
-    ``job_failure_window_s`` after which the job is stopped. It would only compute the same wrong steps again."""
+    """Ties of a job without a culprit, within the memory of a tie, after which digests, or that audit, are compared no
+    more. Also how often, inside ``job_failure_window_s``, a known culprit cannot be spared until the job is stopped: it
+    would only compute the same wrong steps again."""
     audit_case_s: float = 5.0
     """Seconds to wait for the statements of all ranks that took part in an audit with a difference. Ranks state their
     results within one step; longer waits for agents without a connection, and commits nothing meanwhile."""

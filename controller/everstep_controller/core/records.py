@@ -561,6 +561,9 @@ class JobFailures(msgspec.Struct, kw_only=True):
     rank_loss_times: dict[NodeId, list[float]] = {}
     """Rank losses per node inside ``job_failure_window_s``."""
     digest_tie_times: list[float] = []
+    """Undecided differences between nodes within a tie's memory (``sdc.digest_mismatch``: a week)."""
+    kept_culprit_times: list[float] = []
+    """Differences inside ``job_failure_window_s`` whose culprit is known and could not be spared."""
     recomputed_steps: dict[int, GenerationNumber] = {}
     """Steps that the job went back to compute again without a culprit, with the generation that ended for it. Each is
     computed again once: a second time the data is the likely cause. The newest ``MAX_RECOMPUTED_STEPS``."""
@@ -592,6 +595,8 @@ class JobAudits(msgspec.Struct, kw_only=True):
     not_compared: dict[str, str] = {}
     """Pairs of kinds of nodes whose results were not compared, each with a sentence for people. At most
     ``MAX_KIND_PAIRS``."""
+    votes_off: str = ""
+    """Why digests of replicas are not compared for the rest of the job, as a sentence; empty while they are."""
 
 
 MAX_RECOMPUTED_STEPS = 64

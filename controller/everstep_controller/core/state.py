@@ -200,6 +200,8 @@ class VersionSeals(msgspec.Struct):
     """Size of each rank's share in bytes."""
     digests: dict[str, dict[Rank, str]] = {}
     """Digests by replica group and rank."""
+    kinds: dict[Rank, str] = {}
+    """What each rank computes with; empty if its report does not say."""
 
 
 class JobProgress(msgspec.Struct):

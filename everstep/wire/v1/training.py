@@ -395,6 +395,8 @@ class VersionSealed(Report, frozen=True, kw_only=True, tag=True):
         full_copies: Nodes whose vaults have acknowledged the copy.
         digests: Weighted digest of the parameters, in hex, of each replica group (ranks that must be equal).
         partial_copies: Nodes that each store again a part of the share that is not copied to ``full_copies``.
+        kind: The reporter's processor, driver and libraries, with ``digests``; empty if unknown. Digests of ranks of
+            different kinds may differ without a fault.
     """
 
     generation: GenerationNumber
@@ -406,6 +408,7 @@ class VersionSealed(Report, frozen=True, kw_only=True, tag=True):
     full_copies: tuple[NodeId, ...] = ()
     digests: dict[str, str] = {}
     partial_copies: tuple[NodeId, ...] = ()
+    kind: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
 
 class AuditStatement(Report, frozen=True, kw_only=True, tag=True):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from everstep_controller.core.effects import PutGeneration, PutVersion
+from everstep_controller.core.effects import PutGeneration, PutJob, PutVersion
 from everstep_controller.core.events import ReportArrived
 from everstep_controller.core.records import VersionRecord
 
@@ -31,6 +31,7 @@ class Fencing(Checker):
         self._specs: dict[str, GenerationSpec] = {}
         self._decided: dict[tuple[str, int], GenerationSpec] = {}
         self._stored: dict[str, GenerationSpec] = {}
+        self._votes_off: dict[str, bool] = {}
 
     def watches(self) -> Watches:
         return {
@@ -77,6 +78,8 @@ class Fencing(Checker):
             elif isinstance(effect, PutVersion) and effect.doc.audited_at is None:
                 self._commit(effect.doc.job, effect.doc.version)
                 self._compared(effect.doc)
+            elif isinstance(effect, PutJob):
+                self._votes_off[effect.doc.job] = bool(effect.doc.audits.votes_off)
 
     def _sealed(self, seal: VersionSealed) -> None:
         name = seal.job, seal.version
@@ -96,8 +99,10 @@ class Fencing(Checker):
             raise Violation(self.name, f"{job}: {version} is committed, and ranks {sorted(missing)} do not keep it")
 
     def _compared(self, doc: VersionRecord) -> None:
-        """Ranks that are to be alike said the same; and where it counts as verified, each was compared with another."""
+        """Check that digests of replicas agree, unless votes are off, and that a verified version was compared."""
         groups = self._digests[doc.job, doc.version].values()
+        if self._votes_off.get(doc.job) and doc.verified_at is None:
+            return
         if differ := [sorted(votes) for votes in groups if len(set(votes.values())) > 1]:
             raise Violation(self.name, f"{doc.job}: {doc.version} is committed, and digests of ranks {differ} differ")
         compared = {rank for votes in groups if len(votes) > 1 for rank in votes}

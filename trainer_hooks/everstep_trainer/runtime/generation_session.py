@@ -212,6 +212,7 @@ class GenerationSession(TrainingSession):
             clock=self.clock,
             is_over=self._is_over,
             on_mismatch=self.report_mismatch,
+            kind=compute_kind(self.group.device),
         )
         self.progress.resume_from(step)
         self._restored_step = step

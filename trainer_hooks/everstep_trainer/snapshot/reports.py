@@ -32,6 +32,7 @@ class SealReporter:
     _member: Member
     _on_sealed: Callable[[VersionSealed], None]
     _clock: Clock
+    _kind: str = ""
 
     def __post_init__(self) -> None:
         self._log_fields = {"node": self._member.node, "job": self._spec.job, "generation": self._spec.number}
@@ -54,7 +55,7 @@ class SealReporter:
 
     def replicate_and_report(self, job: SnapshotJob, filled: FilledSlot, keep_versions: Iterable[Version]) -> None:
         """Copy the sealed share to the nodes that need it, then report it. Copies of ``keep_versions`` stay there."""
-        manifest = filled.planned.manifest
+        manifest, digests = filled.planned.manifest, filled.hex_digests()
         report = VersionSealed(
             job=self._spec.job,
             at=self._clock.wall(),
@@ -64,8 +65,9 @@ class SealReporter:
             bytes=manifest.payload_bytes,
             durable=True,
             commit_candidate=job.is_candidate,
-            digests=filled.hex_digests(),
+            digests=digests,
             partial_copies=filled.planned.share.partial_copies,
+            kind=self._kind if digests else "",
         )
         to = self._spec.replica_nodes.get(self._member.node, ()) if manifest.exclusive_bytes else ()
         if not to:  # the slot's header tells the vault all that it needs

@@ -91,7 +91,7 @@ class Snapshotter:
     """Snapshots of one rank in one generation. ``send_report`` is called from another thread. Version ``restored`` is
     kept until two newer ones are sealed; without it, training starts after ``stored_step``. Once ``is_over``, errors
     from the store are not reported. ``on_mismatch`` is called from another thread with a copy that differs from what
-    was copied."""
+    was copied. ``kind``: what the rank computes with (``sdc.compute_kind``)."""
 
     def __init__(
         self,
@@ -108,13 +108,14 @@ class Snapshotter:
         clock: Clock = SYSTEM_CLOCK,
         is_over: Callable[[], bool] = bool,
         on_mismatch: Callable[[Mismatch], None] | None = None,
+        kind: str = "",
     ) -> None:
         self._is_over, self._state = is_over, state
         self._copy_audit: CopyAudit | None = None
         if on_mismatch is not None and options.copy_audits is not None:
             self._copy_audit = CopyAudit(member.rank, options.copy_audits, on_mismatch, clock)
         self._spec, self._member = spec, member
-        self._reports = SealReporter(vault, spec, member, send_report, clock)
+        self._reports = SealReporter(vault, spec, member, send_report, clock, kind)
         self._options, self._clock = options, clock
         self._log_fields = {"node": member.node, "job": spec.job, "generation": spec.number}
         self._stop = threading.Event()

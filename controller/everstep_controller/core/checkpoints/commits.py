@@ -19,14 +19,23 @@ from everstep.wire.v1.training import GenerationSpec, RestoreRule, VersionSealed
 from everstep_controller.core.checkpoints.parity import consider_protection, drop_corrupt_protection, pinned_versions
 from everstep_controller.core.checkpoints.storage import NO_VERSION, consider_spill, mark_stored_corrupt, restore_urls
 from everstep_controller.core.effects import PutVersion
-from everstep_controller.core.records import JobRecord, ShareLocations, VersionLocations, VersionRecord
+from everstep_controller.core.records import JobRecord, ShareLocations, VersionLocations, VersionRecord, node_kind
 from everstep_controller.core.state import JobRuntime, VersionSeals
 from everstep_controller.core.transition import Transition
 
 AUDIT_CONVICTION_KEY = f"{FindingKind.AUDIT_MISMATCH}/work"
 """Key of the finding on a node that audits have convicted."""
+MIN_SCATTERED = 3
+"""Fewest replicas that say, by all being different, that the program is the cause. Two differ by one fault."""
 UNKNOWN_CANDIDATE = -1
 """A candidate step that no version has."""
+
+
+class KindPair(msgspec.Struct, frozen=True):
+    """Two ranks of different kinds whose digests differ, which proves nothing."""
+
+    ranks: tuple[int, int]
+    kinds: tuple[str, str]
 
 
 class DigestVote(msgspec.Struct, frozen=True):
@@ -36,10 +45,50 @@ class DigestVote(msgspec.Struct, frozen=True):
     """Ranks that differ from a strict majority of their group."""
     tied_ranks: frozenset[int] = frozenset()
     """Ranks in a group without a strict majority."""
+    incomparable: tuple[KindPair, ...] = ()
+    """Ranks of different kinds whose digests differ, one pair for each two kinds."""
+    scattered_ranks: frozenset[int] = frozenset()
+    """Ranks of groups in which no two nodes agree, of ``MIN_SCATTERED`` or more; on one node, no two ranks."""
 
     @property
     def is_unanimous(self) -> bool:
         return not self.divergent_ranks and not self.tied_ranks
+
+
+def divide_by_kind(digests: Mapping[str, Mapping[int, str]], kinds: Mapping[int, str]) -> dict[str, dict[int, str]]:
+    """Divide each group whose digests differ into groups of one kind. Equal digests speak for all kinds."""
+    divided: dict[str, dict[int, str]] = {}
+    for group, votes in digests.items():
+        differs = len(set(votes.values())) > 1
+        for rank, vote in votes.items():
+            key = f"{group} {kinds.get(rank, '')}" if differs else group
+            divided.setdefault(key, {})[rank] = vote
+    return divided
+
+
+def find_incomparable(digests: Mapping[str, Mapping[int, str]], kinds: Mapping[int, str]) -> tuple[KindPair, ...]:
+    """Return a pair of ranks for each two kinds whose digests differ within a group."""
+    pairs: dict[tuple[str, str], KindPair] = {}
+    for votes in digests.values():
+        first: dict[tuple[str, str], int] = {}
+        for rank, vote in sorted(votes.items()):
+            first.setdefault((kinds.get(rank, ""), vote), rank)
+        for (kind, vote), rank in first.items():
+            for (other_kind, other_vote), other in first.items():
+                if kind < other_kind and vote != other_vote:
+                    pairs.setdefault((kind, other_kind), KindPair((rank, other), (kind, other_kind)))
+    return tuple(pairs.values())
+
+
+def _is_scattered(votes: Mapping[int, str], spec: GenerationSpec) -> bool:
+    """Return whether all replicas of a group differ, which no fault of one node can cause."""
+    nodes = {spec.node_of(rank) for rank in votes}
+    if len(nodes) == 1:
+        return len(votes) >= MIN_SCATTERED and len(set(votes.values())) == len(votes)
+    by_digest: dict[str, set[str]] = {}
+    for rank, vote in votes.items():
+        by_digest.setdefault(vote, set()).add(spec.node_of(rank))
+    return len(nodes) >= MIN_SCATTERED and all(len(holders) == 1 for holders in by_digest.values())
 
 
 def compare_digests(digests: Mapping[str, Mapping[int, str]]) -> DigestVote:
@@ -62,8 +111,11 @@ def compare_digests_by_node(digests: Mapping[str, Mapping[int, str]], spec: Gene
     """Compare digests, but let a majority on one node prove nothing: it could make all its ranks vote alike."""
     divergent_ranks: set[int] = set()
     tied: set[int] = set()
+    scattered: set[int] = set()
     for group, votes in digests.items():
         vote = compare_digests({group: votes})
+        if _is_scattered(votes, spec):
+            scattered |= set(votes)
         accused = {spec.node_of(rank) for rank in vote.divergent_ranks}
         witnesses = {spec.node_of(rank) for rank in votes if rank not in vote.divergent_ranks}
         if len(witnesses) == 1 and not accused <= witnesses:
@@ -71,7 +123,9 @@ def compare_digests_by_node(digests: Mapping[str, Mapping[int, str]], spec: Gene
         else:
             divergent_ranks |= vote.divergent_ranks
             tied |= vote.tied_ranks
-    return DigestVote(frozenset(divergent_ranks), frozenset(tied - divergent_ranks))
+    return DigestVote(
+        frozenset(divergent_ranks), frozenset(tied - divergent_ranks), scattered_ranks=frozenset(scattered)
+    )
 
 
 def all_ranks_compared(digests: Mapping[str, Mapping[int, str]], ranks: frozenset[int]) -> bool:
@@ -83,7 +137,7 @@ def all_ranks_compared(digests: Mapping[str, Mapping[int, str]], ranks: frozense
 def record_seal(
     transition: Transition, job: JobRecord, spec: GenerationSpec, report: VersionSealed
 ) -> DigestVote | None:
-    """Record a seal of the running generation ``spec``. Return the vote once it is complete and not unanimous."""
+    """Record a seal of the running generation ``spec``. Return the vote once it is complete and digests differ."""
     live = transition.state.job_runtime[job.job]
     ballot = _get_seals(transition, live, report.version)
     if ballot is None:
@@ -96,6 +150,7 @@ def record_seal(
     ballot.partial_copies.setdefault(node, {}).update(dict.fromkeys(report.partial_copies))
     for group, digest in report.digests.items():
         ballot.digests.setdefault(group, {})[report.rank] = digest
+    ballot.kinds[report.rank] = report.kind
     if report.commit_candidate:
         ballot.retaining_ranks.add(report.rank)
     if report.durable and report.commit_candidate:
@@ -124,11 +179,18 @@ def _settle_version(
 ) -> DigestVote | None:
     """Settle ``version``, which all ranks have sealed. Older versions will not be complete any more."""
     live = transition.state.job_runtime[job.job]
-    if not compare_digests(ballot.digests).is_unanimous:
-        return compare_digests_by_node(ballot.digests, spec)
+    vote, digests = DigestVote(), ballot.digests
+    if not compare_digests(digests).is_unanimous and not job.audits.votes_off:
+        kinds = _kinds_of(transition, spec, ballot)
+        digests = divide_by_kind(ballot.digests, kinds)
+        vote = compare_digests_by_node(digests, spec)
+        vote = msgspec.structs.replace(vote, incomparable=find_incomparable(ballot.digests, kinds))
+        if not vote.is_unanimous:
+            return vote
     live.commits.settled_version = version
     live.commits.seals = {v: b for v, b in live.commits.seals.items() if v > version}
-    verified = all_ranks_compared(ballot.digests, frozenset(ballot.sealed_ranks))
+    is_compared = all_ranks_compared(digests, frozenset(ballot.sealed_ranks))
+    verified = is_compared and compare_digests(digests).is_unanimous
     if verified:
         live.commits.verified_version = version
     # past a boundary, ranks keep the earlier commit
@@ -139,7 +201,18 @@ def _settle_version(
         _commit(transition, job, version, ballot, verified=verified)
     elif is_candidate and job.generation is not None:
         _count_missing_copies(transition, job.generation, live, ballot)
-    return None
+    return vote if vote.incomparable else None
+
+
+def _kinds_of(transition: Transition, spec: GenerationSpec, ballot: VersionSeals) -> Mapping[int, str]:
+    """Return what the ranks compute with: as they say or, if one does not, as their nodes' agents say."""
+    if all(ballot.kinds.get(rank) for rank in ballot.sealed_ranks):
+        return ballot.kinds
+    nodes = transition.state.nodes
+    return {
+        rank: node_kind(nodes[node].identity) if (node := spec.node_of(rank)) in nodes else ""
+        for rank in ballot.sealed_ranks
+    }
 
 
 def _count_missing_copies(transition: Transition, spec: GenerationSpec, live: JobRuntime, ballot: VersionSeals) -> None:
@@ -410,11 +483,18 @@ def _convicted_seats(transition: Transition, job: JobRecord, spec: GenerationSpe
     return found
 
 
+def _differ_within_kinds(transition: Transition, spec: GenerationSpec, ballot: VersionSeals) -> bool:
+    kinds = _kinds_of(transition, spec, ballot)
+    return not compare_digests(divide_by_kind(ballot.digests, kinds)).is_unanimous
+
+
 def roll_back_open_votes(transition: Transition, job: JobRecord) -> None:
     """Before a regroup ends a vote, forbid unverified versions if the digests so far already differ."""
     live = transition.state.job_runtime[job.job]
-    seals = live.commits.seals.items()
-    unresolved = [v for v, b in seals if b.digests and not compare_digests(b.digests).is_unanimous]
+    spec, seals = job.running_generation, live.commits.seals.items()
+    if spec is None or job.audits.votes_off:
+        return
+    unresolved = [v for v, b in seals if b.digests and _differ_within_kinds(transition, spec, b)]
     if not unresolved:
         return
     words = roll_back_to_clean(transition, job)

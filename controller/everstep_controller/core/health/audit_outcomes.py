@@ -16,12 +16,10 @@ from everstep_controller.core.health.audit_reports import note_incomparable, rep
 from everstep_controller.core.health.audit_switch import STRIKE_SUBJECT, switch_off, withdraw_suspicion
 from everstep_controller.core.health.case_outcomes import (
     evict_divergent,
-    explain_ties,
-    record_tie,
+    fails_for_kept_culprits,
     settle_tie,
     switch_off_after_ties,
 )
-from everstep_controller.core.jobs import ending
 from everstep_controller.core.jobs.generations import RegroupCause, regroup
 from everstep_controller.core.records import MAX_RECOMPUTED_STEPS, AuditStrike, JobRecord
 from everstep_controller.core.state import Accusation, AuditCase, AuditGroup
@@ -151,7 +149,7 @@ def _convict(
     settled = evict_divergent(transition, job, nodes, description, FindingKind.AUDIT_MISMATCH, evidence)
     if not (job.is_seated(node) or _is_current(job, case)):
         return
-    if settled or not _fails_for_ties(transition, job, description):
+    if settled or not fails_for_kept_culprits(transition, job, description, FindingKind.AUDIT_MISMATCH):
         _go_back(transition, job, description, roll_back_before(transition, job, case.first_bad_step))
 
 
@@ -204,17 +202,8 @@ def _settle_audit_tie(transition: Transition, job: JobRecord, case: AuditCase, j
         return
     kind, evidence = FindingKind.AUDIT_MISMATCH, audits.collect_statements(case, job.job)
     settled = settle_tie(transition, job, tied, judgement.sentence, kind, evidence)
-    if settled or not switch_off_after_ties(transition, job, case.key.group, judgement.sentence):
+    if settled or not switch_off_after_ties(transition, job, case.key.group, tied, judgement.sentence):
         _undo(transition, job, case, judgement.sentence)
-
-
-def _fails_for_ties(transition: Transition, job: JobRecord, description: str) -> bool:
-    """Record that an audit's difference evicted no node; end a running job that has had too many, and return True."""
-    if not job.is_running or transition.state.database_outage or not record_tie(transition, job):
-        return False
-    why = explain_ties(transition, job, FindingKind.AUDIT_MISMATCH)
-    ending.fail_job(transition, job, f"{description}; {why}")
-    return True
 
 
 def _note_inconclusive(transition: Transition, job: JobRecord, case: AuditCase, judgement: audits.Inconclusive) -> None:

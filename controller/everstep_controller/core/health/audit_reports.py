@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
+from everstep.ids import GenerationNumber
 from everstep.vocabulary import FindingKind, Mode, Severity
+from everstep.wire.v1.training import GenerationSpec
+from everstep_controller.core.checkpoints.commits import KindPair
 from everstep_controller.core.health import audits, offences
 from everstep_controller.core.records import MAX_AUDIT_NOTES, MAX_KIND_PAIRS, JobRecord
 from everstep_controller.core.state import AuditCase
@@ -68,10 +73,27 @@ def _report_event(transition: Transition, job: JobRecord, case: AuditCase, sente
 
 def note_incomparable(transition: Transition, job: JobRecord, case: AuditCase, judgement: audits.Incomparable) -> None:
     """Say once which kinds of nodes are not compared."""
-    pair, known = " / ".join(sorted(judgement.kinds)), job.audits.not_compared
+    words = f"audit {case.key.link}: {judgement.sentence}"
+    _note_kinds(transition, job, case.key.generation, judgement.kinds, judgement.sentence, words)
+
+
+def note_incomparable_digests(
+    transition: Transition, job: JobRecord, spec: GenerationSpec, pairs: Iterable[KindPair]
+) -> None:
+    """Say once for each two kinds of ranks that their digests differ and are not compared."""
+    for pair in pairs:
+        one, other = map(spec.node_of, pair.ranks)
+        sentence = audits.describe_incomparable(one, other, pair.kinds)
+        words = f"digests of parameters: {sentence}. Replicas that round differently drift apart"
+        _note_kinds(transition, job, spec.number, pair.kinds, sentence, words)
+
+
+def _note_kinds(
+    transition: Transition, job: JobRecord, generation: GenerationNumber, kinds: tuple[str, str], note: str, words: str
+) -> None:
+    pair, known = " / ".join(sorted(kinds)), job.audits.not_compared
     if pair in known or len(known) >= MAX_KIND_PAIRS:
         return
-    known[pair] = judgement.sentence
+    known[pair] = note
     transition.mark_job_changed(job.job)
-    words = f"audit {case.key.link}: {judgement.sentence}. No node is accused for it"
-    transition.audit("audit.not_compared", words, job=job.job, generation=case.key.generation)
+    transition.audit("audit.not_compared", f"{words}. No node is accused for it", job=job.job, generation=generation)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from everstep.ids import GenerationNumber, Rank
+from everstep.ids import GenerationNumber, Rank, Version
 from everstep.vocabulary import Finding, FindingKind
 from everstep_controller.core.checkpoints.commits import AUDIT_CONVICTION_KEY
 from everstep_controller.core.health import offences
@@ -47,6 +47,16 @@ def switch_off(
     transition.audit("audit.switched_off", sentence, job=job.job, generation=group.generation, data=data)
     for node in list(transition.state.nodes) if cleared else ():
         _withdraw(transition, job, group, node, cleared)
+
+
+def switch_votes_off(
+    transition: Transition, job: JobRecord, version: Version | None, sentence: str, ranks: Collection[Rank] = ()
+) -> None:
+    """Compare digests of replicas no more in this job, which goes on. Its versions count as not verified."""
+    job.audits.votes_off = sentence
+    transition.mark_job_changed(job.job)
+    data = {"audit": "digests", "version": str(version or ""), "ranks": ", ".join(map(str, sorted(ranks)))}
+    transition.audit("audit.switched_off", sentence, job=job.job, generation=job.progress.last_number, data=data)
 
 
 def _withdraw(transition: Transition, job: JobRecord, group: AuditGroup, node: str, reason: str) -> None:

@@ -136,11 +136,17 @@ def judge(
     if not isinstance(judgement, Inconclusive):
         return judgement
     pair = kinds[owner.rank], kinds[other.rank]
-    words = (
-        f"results of {nodes[owner.rank]} and {nodes[other.rank]} are not compared: one is {pair[0]}, the other is "
-        f"{pair[1]}, which may round in another way"
-    )
+    words = describe_incomparable(nodes[owner.rank], nodes[other.rank], pair)
     return Incomparable((owner.rank, other.rank), pair, words)
+
+
+def describe_incomparable(node: NodeId, other: NodeId, kinds: tuple[str, str]) -> str:
+    """Return why results of two nodes are not compared."""
+    one, two = (kind or "of an unknown kind" for kind in kinds)
+    return (
+        f"results of {node} and {other} are not compared: one is {one}, the other is {two}, which may round in "
+        "another way"
+    )
 
 
 def _differ(kind: str, other: str) -> bool:

@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
-from everstep.vocabulary import Action, AuditLink, Decision, Finding, FindingKind, GenerationReason, NodeState, Severity
+from collections.abc import Sequence
+
+import msgspec
+
+from everstep.ids import Version
+from everstep.vocabulary import (
+    Action,
+    AuditLink,
+    Decision,
+    Finding,
+    FindingKind,
+    GenerationReason,
+    Mode,
+    NodeState,
+    Severity,
+)
 from everstep.wire.v1.training import GenerationSpec, ProbeFinished, VersionSealed
 from everstep_controller.core.checkpoints.commits import (
     DigestVote,
@@ -11,7 +26,8 @@ from everstep_controller.core.checkpoints.commits import (
     roll_back_to_clean,
 )
 from everstep_controller.core.health import control_group, diagnostics, maintenance, offences, quarantine
-from everstep_controller.core.health.audit_switch import switch_off
+from everstep_controller.core.health.audit_reports import note_incomparable_digests
+from everstep_controller.core.health.audit_switch import switch_off, switch_votes_off
 from everstep_controller.core.health.eviction import is_serving
 from everstep_controller.core.health.findings import judge_by_rule, judge_controller_findings, recheck_undecided
 from everstep_controller.core.health.node_state import CORDONED_STATES
@@ -39,42 +55,59 @@ def handle_sealed(transition: Transition, job: JobRecord, node: str, report: Ver
         return
     transition.state.job_runtime[job.job].progress.record_step(report.version.step, transition.now)
     vote = record_seal(transition, job, spec, report)
-    if vote is not None:
+    if vote is None:
+        return
+    note_incomparable_digests(transition, job, spec, vote.incomparable)
+    if not vote.is_unanimous:
         _digests_differ(transition, job, spec, report, vote)
 
 
 def _digests_differ(
     transition: Transition, job: JobRecord, spec: GenerationSpec, report: VersionSealed, vote: DigestVote
 ) -> None:
-    back = roll_back_to_clean(transition, job)
     divergent_nodes = list(dict.fromkeys(spec.node_of(rank) for rank in sorted(vote.divergent_ranks)))
+    if vote.scattered_ranks or control_group.are_too_many(divergent_nodes, len(spec.seats)):
+        ranks = vote.scattered_ranks or vote.divergent_ranks
+        sentence = control_group.describe_scattered(str(report.version), ranks)
+        switch_votes_off(transition, job, report.version, sentence, ranks)
+        return
+    back = roll_back_to_clean(transition, job)
     tied = list(dict.fromkeys(spec.node_of(rank) for rank in sorted(vote.tied_ranks)))
     if divergent_nodes:
-        ranks = ", ".join(str(rank) for rank in sorted(vote.divergent_ranks))
+        ranks_words = ", ".join(str(rank) for rank in sorted(vote.divergent_ranks))
         nodes = ", ".join(divergent_nodes)
-        what = f"the digest of rank {ranks} on {nodes} differs from the majority at version {report.version}"
+        what = f"the digest of rank {ranks_words} on {nodes} differs from the majority at version {report.version}"
         settled = evict_divergent(transition, job, divergent_nodes, what)
+        if not settled and fails_for_kept_culprits(transition, job, what, FindingKind.DIGEST_MISMATCH):
+            return
     else:
         what = f"digests of version {report.version} differ without a majority among {', '.join(tied)}"
-        settled = settle_tie(transition, job, tied, what)
-    # the end of a job cannot be revoked, so it waits for the database
-    if not settled and record_tie(transition, job) and not transition.state.database_outage:
-        ending.fail_job(transition, job, f"{what}; {explain_ties(transition, job, FindingKind.DIGEST_MISMATCH)}")
-        return
+        if not settle_tie(transition, job, tied, what):
+            switch_votes_off_after_ties(transition, job, report.version, tied, what)
     cause = RegroupCause(reason=GenerationReason.CORRUPTION, sentence=f"{what}; {back}", trace=transition.trace)
     regroup(transition, job, cause)
 
 
-def explain_ties(transition: Transition, job: JobRecord, kind: FindingKind) -> str:
+def fails_for_kept_culprits(transition: Transition, job: JobRecord, description: str, kind: FindingKind) -> bool:
+    """Record that a node that computes wrongly stays in the job; after too many times end the job, and return True.
+
+    The job would only compute the same wrong steps again. Its end cannot be revoked, so it waits for the database.
+    """
+    since = transition.now - transition.policy.job_failure_window_s
+    times = [*(at for at in job.failures.kept_culprit_times if at > since), transition.now]
+    job.failures.kept_culprit_times = times
+    transition.mark_job_changed(job.job)
+    is_over = len(times) >= transition.policy.digest_tie_count and job.is_running
+    if not is_over or transition.state.database_outage:
+        return False
     results = "digests" if kind is FindingKind.DIGEST_MISMATCH else "results in audits"
-    count = f"{results} differed {len(job.failures.digest_tie_times)} times and no node was evicted for it"
+    count = f"{results} differed {len(times)} times and no node was evicted for it"
     never_agreed = transition.state.job_runtime[job.job].commits.verified_version is None
+    why = "the node that computes wrongly is still in the job"
     if kind is FindingKind.DIGEST_MISMATCH and never_agreed:
-        return (
-            f"{count}; digests of this job never agreed, so the script is the likely cause: parameters that differ "
-            "between ranks must be DTensors, or be tracked under different names"
-        )
-    return f"{count}; the node that computes wrongly is still in the job"
+        why = f"digests of this job never agreed, so the program is the likely cause: {control_group.VOTE_CAUSES}"
+    ending.fail_job(transition, job, f"{description}; {count}; {why}")
+    return True
 
 
 def evict_divergent(
@@ -110,7 +143,9 @@ def _clear_tied_nodes(transition: Transition, divergent_node: str) -> None:
                 key
                 for key, finding in own.items()
                 if finding.kind is FindingKind.DIGEST_MISMATCH
-                or (finding.kind is FindingKind.AUDIT_MISMATCH and finding.subject == _TIE_SUBJECT)
+                or (
+                    finding.kind is FindingKind.AUDIT_MISMATCH and finding.subject in (_TIE_SUBJECT, _UNDECIDED_SUBJECT)
+                )
             ]
             offences.clear_controller_findings(transition, node, mismatches)
     transition.state.nodes[divergent_node].health.digest_tie_nodes = []
@@ -125,14 +160,14 @@ def settle_tie(
     evidence: dict[str, str] | None = None,
 ) -> bool:
     """Handle a tie, which accuses all of its nodes. Return True if one is out, or if all are being tried."""
-    if len(tied) == 1:
+    if len(tied) == 1 and len(job.seats) > 1:
         return evict_divergent(transition, job, tied, f"ranks of {tied[0]} differ among themselves")
     if any(case.job == job.job for case in transition.state.blame_cases.values()):
         return True
     findings = {node: _raise_mismatch(transition, node, description, Severity.WARNING, kind, evidence) for node in tied}
     judge_controller_findings(transition)
     case = None
-    if not all(set(_remembered_tie(transition, node)) == set(tied) - {node} for node in tied):
+    if len(tied) == 1 or not all(set(_remembered_tie(transition, node)) == set(tied) - {node} for node in tied):
         case = diagnostics.open_blame_case(transition, BlameIsolationMethod.COMPUTE, findings, description, job.job)
     trying = case is not None
     if not trying and _settle_by_history(transition, job, tied, description, kind):
@@ -166,10 +201,13 @@ def settle_digest_case(transition: Transition, case: BlameCase) -> None:
     if not job.is_running:
         return
     group = _audited_group(case) if kind is FindingKind.AUDIT_MISMATCH else None
-    if not out and group is not None:
-        switch_off_after_ties(transition, job, group, case.summary)
-    elif not out and record_tie(transition, job):
-        ending.fail_job(transition, job, f"{case.summary}; {explain_ties(transition, job, kind)}")
+    if not out and case.failed and fails_for_kept_culprits(transition, job, case.summary, kind):
+        return
+    if not out and not case.failed and group is not None:
+        switch_off_after_ties(transition, job, group, list(case.suspects), case.summary)
+    elif not out and not case.failed:
+        version = transition.state.job_runtime[job.job].commits.settled_version
+        switch_votes_off_after_ties(transition, job, version, list(case.suspects), case.summary)
     elif out or any(job.is_seated(node) and not is_serving(transition, node) for node in case.failed):
         sentence = f"{case.summary}; the culprit is found"
         if kind is FindingKind.AUDIT_MISMATCH:  # it has gone on computing since the tie
@@ -186,17 +224,55 @@ def _audited_group(case: BlameCase) -> AuditGroup | None:
     return AuditGroup(int(evidence["generation"]), int(evidence["step"]), AuditLink(evidence["audit"]))
 
 
-def switch_off_after_ties(transition: Transition, job: JobRecord, group: AuditGroup, description: str) -> bool:
+def switch_off_after_ties(
+    transition: Transition, job: JobRecord, group: AuditGroup, tied: Sequence[str], description: str
+) -> bool:
     """Record that an audit's difference evicted no node; after too many, switch that audit off and return True.
 
     A job whose nodes differ without a fault of hardware must not end for it, and a person is told.
     """
-    if not job.is_running or transition.state.database_outage or not record_tie(transition, job):
+    count = _count_tie(transition, job)
+    if not count:
         return False
-    count = len(job.failures.digest_tie_times)
-    job.failures.digest_tie_times = []
-    switch_off(transition, job, group, control_group.describe_ties(group.link, description, count))
+    sentence = control_group.describe_ties(group.link, description, count)
+    switch_off(transition, job, group, sentence)
+    _keep_suspected(transition, tied, sentence, FindingKind.AUDIT_MISMATCH)
     return True
+
+
+def switch_votes_off_after_ties(
+    transition: Transition, job: JobRecord, version: Version | None, tied: Sequence[str], description: str
+) -> None:
+    """Record that a tie of digests evicted no node; after too many, compare digests no more."""
+    count = _count_tie(transition, job)
+    if count:
+        sentence = control_group.describe_vote_ties(description, count)
+        switch_votes_off(transition, job, version, sentence)
+        _keep_suspected(transition, tied, sentence, FindingKind.DIGEST_MISMATCH)
+
+
+def _count_tie(transition: Transition, job: JobRecord) -> int:
+    """Record a tie without a culprit. Return the number of ties if that is too many, and begin to count anew; else 0.
+
+    Ties are remembered for as long as they accuse their nodes. Otherwise a job with slow steps goes back forever.
+    """
+    if not job.is_running or transition.state.database_outage:
+        return 0
+    since = transition.now - _tie_memory_s(transition)
+    times = [*(at for at in job.failures.digest_tie_times if at > since), transition.now]
+    is_too_many = len(times) >= transition.policy.digest_tie_count
+    job.failures.digest_tie_times = [] if is_too_many else times
+    transition.mark_job_changed(job.job)
+    return len(times) if is_too_many else 0
+
+
+def _keep_suspected(transition: Transition, tied: Sequence[str], sentence: str, kind: FindingKind) -> None:
+    """Raise a finding on each tied node that a person should look at. It evicts no node, as nothing is proven."""
+    for node in tied:
+        if node in transition.state.nodes:
+            finding = transition.make_finding(kind, _UNDECIDED_SUBJECT, Severity.CRITICAL, sentence)
+            finding = msgspec.structs.replace(finding, mode=Mode.OBSERVE)
+            offences.raise_controller_finding(transition, node, finding, _tie_memory_s(transition))
 
 
 def _settle_by_history(
@@ -234,16 +310,10 @@ def _tie_memory_s(transition: Transition) -> float:
     return transition.policy.rules.default_rule(FindingKind.DIGEST_MISMATCH).step_memory_s
 
 
-def record_tie(transition: Transition, job: JobRecord) -> bool:
-    since = transition.now - transition.policy.job_failure_window_s
-    times = [*(at for at in job.failures.digest_tie_times if at > since), transition.now]
-    job.failures.digest_tie_times = times
-    transition.mark_job_changed(job.job)
-    return len(times) >= transition.policy.digest_tie_count
-
-
 _TIE_SUBJECT = "tie"
 """Subject of the finding on nodes whose results in an audit differ, while it is unknown which are wrong."""
+_UNDECIDED_SUBJECT = "undecided"
+"""Subject of the finding on nodes that differed so often, without a culprit, that the comparison is off."""
 
 
 def _raise_mismatch(

@@ -48,6 +48,11 @@ LIKELY_CAUSES: Mapping[AuditLink, str] = {
     AuditLink.CHECKPOINT: "state that the program writes while it is copied",
 }
 """What programs do that makes each audit differ."""
+VOTE_CAUSES = (
+    "layers unfrozen after the model was wrapped, a second forward pass under no_sync, or parameters that differ "
+    "between ranks by design (they must be DTensors, or be tracked under names of their own)"
+)
+"""What programs do that makes the parameters of replicas differ."""
 
 
 def has_common_cause(accusations: Collection[Accusation], seats: int, world_size: int) -> bool:
@@ -99,7 +104,29 @@ def describe_lone_rank(link: AuditLink, sentence: str) -> str:
 def describe_ties(link: AuditLink, sentence: str, count: int) -> str:
     """Return what follows where two nodes differ again and again, and no third one decides."""
     return (
-        f"{sentence}; that is the {count}th difference without a culprit. Either the program is the cause, likely "
-        f"{LIKELY_CAUSES[link]}, or one of these nodes: test their GPUs (`dcgmi diag -r 3`). No node is evicted, and "
-        f"audit {link} is off for the rest of this job"
+        f"{sentence}; that is the {_ordinal(count)} difference without a culprit. Either the program is the cause, "
+        f"likely {LIKELY_CAUSES[link]}, or one of these nodes: test their GPUs (`dcgmi diag -r 3`). No node is "
+        f"evicted, and audit {link} is off for the rest of this job"
     )
+
+
+def describe_vote_ties(sentence: str, count: int) -> str:
+    """Return what follows where digests differ again and again without a majority."""
+    return (
+        f"{sentence}; that is the {_ordinal(count)} difference without a culprit. Either the program is the cause, "
+        f"likely {VOTE_CAUSES}, or one of these nodes: test their GPUs (`dcgmi diag -r 3`). No node is evicted, and "
+        "digests are not compared for the rest of this job"
+    )
+
+
+def describe_scattered(version: str, ranks: Collection[int]) -> str:
+    """Return what follows where so many replicas hold different parameters that no hardware is the cause."""
+    return (
+        f"{ranks_named(ranks)} hold different parameters at version {version}. Hardware does not fail on so many nodes "
+        f"at once, so the program is the cause, likely {VOTE_CAUSES}. Compare `model.named_parameters()` between "
+        "ranks. No node is accused, and digests are not compared for the rest of this job"
+    )
+
+
+def _ordinal(count: int) -> str:
+    return f"{count}{ {1: 'st', 2: 'nd', 3: 'rd'}.get(count, 'th') }"
