@@ -155,6 +155,30 @@ def test_worker_ignoring_sigterm_is_killed_after_grace(agent: FakeAgent, script:
         assert not any(map(is_running, below))
 
 
+def test_rank_asked_to_leave_saves_and_is_replaced(agent: FakeAgent, script: Path) -> None:
+    """The rank of a drained node gets SIGTERM and its grace; one that stays is killed when that is over."""
+    save = (
+        "import signal, sys\n"
+        "def save(*_):\n"
+        "    (directory / f'saved-{local_rank}').touch()\n"
+        "    local_rank or sys.exit(0)\n"
+    )
+    ready = "signal.signal(signal.SIGTERM, save)\n(directory / f'ready-{local_rank}').touch()\nwhile not"
+    script.write_text(save + HOOKED.replace("while not", ready))
+    with start(agent, script, "--standbys", "0", "--grace-s", "0.2") as launcher:
+        for local_rank in (0, 1):
+            launcher.eventually((script.parent / f"ready-{local_rank}").exists, "a handler")
+        pids = [holder(launcher, script.parent, local_rank) for local_rank in (0, 1)]
+        for local_rank in (0, 1):
+            order = KillRank(
+                job="j", generation=1, rank=local_rank, local_rank=local_rank, reason="drained", has_grace=True
+            )
+            agent.launcher().say(order)
+        for local_rank, pid in enumerate(pids):
+            launcher.eventually((script.parent / f"saved-{local_rank}").exists, "its handler's call")
+            holder(launcher, script.parent, local_rank, not_in=(pid,))
+
+
 def test_second_ctrl_c_ends_launcher_at_once(agent: FakeAgent, script: Path) -> None:
     script.write_text("import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + HOOKED)
     with start(agent, script, "--grace-s", "3600") as launcher:

@@ -376,6 +376,8 @@ class JobRegistry:
             return
         process.kill_reason = f"killed by order of the controller: {body.reason}"
         process.generation, process.rank = body.generation, body.rank
+        if body.has_grace and job is not None and job.launcher is not None:
+            return  # the launcher, whose option the grace time is, signals it and kills it afterwards
         self.event_counts["ranks_killed"] += 1
         context = {"node": self._node, "job": body.job, "generation": body.generation, "trace": body.trace}
         log.warning("killing local rank %d (pid %d): %s", body.local_rank, process.pid, body.reason, extra=context)

@@ -21,7 +21,11 @@ class NewGeneration(Message, frozen=True, kw_only=True, tag=True):
 
 
 class KillRank(Message, frozen=True, kw_only=True, tag=True):
-    """End a rank's process with SIGKILL: it hangs, or must not go on."""
+    """End a rank's process with SIGKILL: it hangs, or must not go on.
+
+    Attributes:
+        has_grace: The rank only has to leave, so it gets SIGTERM first, and SIGKILL after the launcher's ``--grace-s``.
+    """
 
     job: JobId
     generation: GenerationNumber
@@ -29,6 +33,7 @@ class KillRank(Message, frozen=True, kw_only=True, tag=True):
     local_rank: int
     reason: ShortText
     trace: TraceId = ""
+    has_grace: bool = False
 
 
 class StopJob(Message, frozen=True, kw_only=True, tag=True):

@@ -112,6 +112,12 @@ class GraceOver(msgspec.Struct, frozen=True):
     """The ranks' time to end is over."""
 
 
+class RankGraceOver(msgspec.Struct, frozen=True):
+    """The time to end of a rank that was to leave, the worker ``serial``, is over."""
+
+    serial: int
+
+
 LauncherEvent = (
     ProcessEvent
     | Directive
@@ -121,6 +127,7 @@ LauncherEvent = (
     | JobEndOverdue
     | EndRequested
     | GraceOver
+    | RankGraceOver
     | signal.Signals
 )
 """A signal is one that concerns ranks alone, such as a scheduler's notice of pre-emption."""
@@ -389,11 +396,12 @@ class Launcher:
             case NewGeneration():
                 return self._handle_generation(event)
             case KillRank():
-                if event.job != self._options.job:
-                    return None
-                if (serial := self._pool.handle_kill_order(event.local_rank, event.generation)) is not None:
-                    log.warning("killing local rank %d: %s", event.local_rank, event.reason)
-                    self._processes.signal([serial], signal.SIGKILL)
+                if event.job == self._options.job:
+                    self._end_rank(event)
+            case RankGraceOver():
+                if event.serial in self._pool.living_workers():
+                    log.warning("a rank did not end within --grace-s %g; killing it", self._options.grace_s)
+                    self._processes.signal([event.serial], signal.SIGKILL)
             case StopJob():
                 self.is_paused = event.keeps_checkpoints
                 return self._stop(LauncherOutcome(0 if event.ok else 1, event.reason))
@@ -407,6 +415,20 @@ class Launcher:
             case JobEndOverdue():
                 return self._handle_job_end_overdue(event)
         return None
+
+    def _end_rank(self, order: KillRank) -> None:
+        """Kill a rank, or let it end by itself first if nothing is wrong with it."""
+        serial = self._pool.handle_kill_order(order.local_rank, order.generation, has_grace=order.has_grace)
+        if serial is None:
+            return
+        if order.has_grace:
+            grace_s = self._options.grace_s
+            log.info("local rank %d has %g s to end (--grace-s): %s", order.local_rank, grace_s, order.reason)
+            self._processes.signal([serial], signal.SIGTERM)
+            self._schedule(grace_s, RankGraceOver(serial))
+        else:
+            log.warning("killing local rank %d: %s", order.local_rank, order.reason)
+            self._processes.signal([serial], signal.SIGKILL)
 
     def _handle_exit(self, event: Exited) -> LauncherOutcome | None:
         self._processes.close_control(event.serial)

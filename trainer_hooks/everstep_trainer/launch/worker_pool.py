@@ -75,6 +75,7 @@ class PooledWorker(msgspec.Struct):
     pid: int = 0
     has_reached_main: bool = False
     is_ordered_dead: bool = False  # Everstep kills it: the script is not to blame
+    is_leaving: bool = False  # it was asked to end, so its end with status 0 does not say that training is over
 
 
 class WorkerPool:
@@ -143,23 +144,23 @@ class WorkerPool:
         if worker.local_rank is None:
             self._early_standby_deaths += not worker.has_reached_main
             return self._refill_standbys()
-        if code == 0:
+        if code == 0 and not worker.is_leaving:
             return self._finish(worker.local_rank, pid)
         if not self._has_reached_main:
             return [_script_failed(worker.local_rank, code, signal)]
         is_ours = worker.is_ordered_dead or code == os.EX_TEMPFAIL  # it could not leave an ended generation
         return self._handle_death(worker.local_rank, pid, code, signal, now, counts=not is_ours)
 
-    def handle_kill_order(self, local_rank: int, generation: int) -> int | None:
+    def handle_kill_order(self, local_rank: int, generation: int, *, has_grace: bool = False) -> int | None:
         """Return the worker that was ``local_rank`` in ``generation``; None if it was replaced since, or is dead.
 
-        Its death does not count towards ``max_deaths``.
+        Its death does not count towards ``max_deaths``. ``has_grace``: it may end by itself.
         """
         found = (worker for worker in self._workers.values() if worker.local_rank == local_rank)
         ordered = next((worker for worker in found if worker.assigned_in_generation < generation), None)
         if ordered is None:
             return None
-        ordered.is_ordered_dead = True
+        ordered.is_ordered_dead, ordered.is_leaving = True, has_grace
         return ordered.serial
 
     def handle_generation(self, generation: int, local_ranks: frozenset[int], now: float) -> list[PoolAction]:

@@ -13,7 +13,7 @@ from everstep.wire.v1.training import GenerationSpec, Holder
 from everstep_controller.core.checkpoints import commits
 from everstep_controller.core.checkpoints.parity import reconsider_protection
 from everstep_controller.core.checkpoints.placement import FailureDomains, place_replicas
-from everstep_controller.core.checkpoints.storage import reconsider_spill
+from everstep_controller.core.checkpoints.storage import reconsider_spill, spill_newest
 from everstep_controller.core.effects import PutGeneration
 from everstep_controller.core.health.outbreaks import blocking_findings
 from everstep_controller.core.jobs.job_index import update_roster, wake_competing_jobs
@@ -51,6 +51,11 @@ class RegroupCause(msgspec.Struct, frozen=True):
     """Nodes to leave out this time, although nothing stands against them."""
     nodes_exchanging_seats: tuple[str, str] | None = None
     """Two nodes that take each other's seats, and so each other's ranks."""
+
+    @property
+    def lets_ranks_end(self) -> bool:
+        """Return whether ranks that have to leave a job that pauses may end by themselves."""
+        return self.at_boundary or self.reason is GenerationReason.OPERATOR
 
 
 def regroup(transition: Transition, job: JobRecord, cause: RegroupCause) -> None:
@@ -227,6 +232,8 @@ def _pause(transition: Transition, job: JobRecord, cause: RegroupCause, seats: l
     update_roster(transition.state, job)
     transition.mark_job_changed(job.job)
     transition.audit("job.paused", sentence, job=job.job, generation=job.progress.last_number, trace=cause.trace)
+    if cause.lets_ranks_end:
+        spill_newest(transition, job)
     wake_competing_jobs(transition, job)
     transition.schedule_job(transition.now + transition.policy.preempt_after_s, job.job)
 
@@ -263,13 +270,17 @@ def update_paused_reason(transition: Transition, job: JobRecord) -> None:
 
 
 def _kill_left_out(transition: Transition, job: JobRecord, cause: RegroupCause, seats: list[str]) -> None:
-    """Kill the running ranks on nodes that had to leave, since no generation announces the change to them."""
+    """End the running ranks on nodes that had to leave, since no generation announces the change to them.
+
+    Where nothing is broken, or a person ordered it, they get a signal and their grace time first.
+    """
     running = job.running_generation
     if running is not None:
         killed = (running.seated_nodes & transition.state.reachable_nodes) - set(seats)
         for member in running.roster:
             if member.node in killed:
-                send_kill(transition, job, member, running.number, cause.sentence, cause.trace)
+                reason, trace, has_grace = cause.sentence, cause.trace, cause.lets_ranks_end
+                send_kill(transition, job, member, running.number, reason, trace, has_grace=has_grace)
 
 
 def boundary_step(transition: Transition, job: JobRecord, live: JobRuntime) -> int | None:

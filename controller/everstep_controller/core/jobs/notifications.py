@@ -36,8 +36,20 @@ def record_replaced_rank(transition: Transition, job: JobRecord, node: str, loca
     transition.state.job_runtime[job.job].regroup.rank_replaced_at.setdefault(node, {})[local_rank] = transition.now
 
 
-def send_kill(transition: Transition, job: JobRecord, member: Member, generation: int, reason: str, trace: str) -> None:
-    """Send the kill of one rank's process, before the generation that replaces the rank."""
+def send_kill(
+    transition: Transition,
+    job: JobRecord,
+    member: Member,
+    generation: int,
+    reason: str,
+    trace: str,
+    *,
+    has_grace: bool = False,
+) -> None:
+    """Send the kill of one rank's process, before the generation that replaces the rank.
+
+    With ``has_grace`` the process gets SIGTERM first, and the launcher's grace time.
+    """
     body = KillRank(
         job=job.job,
         generation=generation,
@@ -45,6 +57,7 @@ def send_kill(transition: Transition, job: JobRecord, member: Member, generation
         local_rank=member.local_rank,
         reason=reason[:4096],
         trace=trace,
+        has_grace=has_grace,
     )
     transition.send(member.node, body)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from everstep.vocabulary import RankActivity
@@ -197,6 +198,26 @@ def test_a_kill_goes_to_the_process_and_its_launcher(node: Node) -> None:
     node.push(kill(1))
     assert rank.killed
     assert launcher.got(KillRank) == [kill(1)]
+
+
+def test_a_kill_with_grace_is_left_to_the_launcher(node: Node) -> None:
+    launcher, rank = node.launcher(), node.rank(0)
+    node.regroup(1)
+    node.tick(rank, 1, 0)
+    order = msgspec.structs.replace(kill(1), has_grace=True)
+    node.push(order, NewGeneration(spec=generation(2)))
+    assert not rank.killed
+    assert launcher.got(KillRank) == [order]
+    assert rank.generations == [1], "it is about to end"
+
+
+def test_a_kill_with_grace_without_launcher_is_a_kill(node: Node) -> None:
+    launcher, rank = node.launcher(), node.rank(0)
+    node.regroup(1)
+    node.tick(rank, 1, 0)
+    node.jobs.handle_disconnect(launcher, "it ended")
+    node.push(msgspec.structs.replace(kill(1), has_grace=True))
+    assert rank.killed
 
 
 @pytest.mark.parametrize("kill_first", [True, False])

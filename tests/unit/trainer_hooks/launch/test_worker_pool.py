@@ -164,6 +164,14 @@ def test_kill_order_hits_only_members_of_its_generation() -> None:
     assert crew.handle_kill_order(1, generation=2) == 3
 
 
+def test_worker_that_was_asked_to_end_is_replaced() -> None:
+    """A handler of SIGTERM that saves and ends with status 0 does not end the training."""
+    crew = staffed()
+    assert crew.handle_kill_order(1, generation=1, has_grace=True) == 2
+    actions = crew.handle_exit(2, 102, 0, None, 0.0)
+    assert actions == [exited(1, 102, 0, None, True, 1), PromoteWorker(3, 1), ScheduleStandby(1.0)]
+
+
 def test_generation_fills_vacant_local_ranks() -> None:
     crew = staffed()
     assert crew.handle_generation(2, frozenset({1}), 0.0) == []

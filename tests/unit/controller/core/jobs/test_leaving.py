@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from everstep_controller.core.effects import Effect
+from everstep_controller.core.events import OperatorAction
 from everstep_controller.core.jobs.leaving import GRACE_MARGIN_S
 
 from everstep.ids import Version
@@ -142,3 +143,21 @@ def test_new_launchers_continue_an_interrupted_job() -> None:
     fleet.join("n1", "n2")
     assert fleet.job_state() is JobState.RUNNING
     assert fleet.spec().restore.floor == Version(1, 50)
+
+
+# --- orders that pause the job -------------------------------------------------------------------------------------
+
+
+def test_order_that_pauses_gives_ranks_their_grace() -> None:
+    fleet = committed(min_nodes=2)
+    effects = fleet.order(OperatorAction.EVICT, node="n2")
+    assert fleet.job_state() is JobState.PAUSED
+    assert {node: order.has_grace for node, order in sent(effects, KillRank).items()} == {"n2": True}
+    assert sent(effects, SpillVersion), "the newest version goes to storage"
+
+
+def test_loss_that_pauses_kills_what_is_left_at_once() -> None:
+    fleet = committed(min_nodes=2)
+    effects = fleet.lose_rank(1, replacement=False)
+    assert fleet.job_state() is JobState.PAUSED
+    assert {node: order.has_grace for node, order in sent(effects, KillRank).items()} == {"n2": False}
