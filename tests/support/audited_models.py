@@ -55,6 +55,31 @@ class Gpt(nn.Module):
         return self.head(self.norm(x))
 
 
+class Cache:
+    """Anything but a tensor or a constant, which no other rank can be sent."""
+
+
+class CachedBlock(Block):
+    """A block that takes an object."""
+
+    def forward(self, x: torch.Tensor, cache: Cache) -> torch.Tensor:  # type: ignore[override]
+        return super().forward(x)
+
+
+class CachedGpt(Gpt):
+    """A model whose blocks cannot be computed alone on another rank, although the whole model can."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=0)
+        self.blocks = nn.ModuleList(CachedBlock() for _ in range(3))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.words(tokens)
+        for block in self.blocks:
+            x = block(x, Cache())
+        return self.head(self.norm(x))
+
+
 def tokens(seed: int) -> torch.Tensor:
     return torch.randint(WORDS, (2, TOKENS), generator=torch.Generator().manual_seed(seed))
 
@@ -88,6 +113,32 @@ def mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))
 
 
+class WithMean(nn.Module):
+    """A layer that returns its outputs and their mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs = self.layer(x)
+        return outputs, outputs.mean()
+
+
+class Means(nn.Module):
+    """Layers of which training uses the outputs and the mean of the same outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(WithMean() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            outputs, mean = layer(x)
+            x = outputs + mean
+        return x
+
+
 def vectors(seed: int) -> torch.Tensor:
     return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(seed))
 
@@ -107,6 +158,10 @@ MODELS = {
     "checkpointed": Model(lambda: Gpt(checkpointing=False), tokens),
     "reentrant": Model(lambda: Gpt(checkpointing=True), tokens),
 }
+
+
+UNUSUAL = {"cached": Model(CachedGpt, tokens), "means": Model(Means, vectors)}
+"""Models that are replayed as a whole, or in part."""
 
 
 def one_step(module: nn.Module, model: Model, *, micro_batches: int = 2, autocast: bool = False) -> None:

@@ -20,6 +20,7 @@ from everstep_trainer.sdc.digests.digest import combined_digest, to_hex
 from everstep_trainer.sdc.presets import LinkOptions
 from everstep_trainer.sdc.replay import peer_replay
 from everstep_trainer.sdc.replay.call_replay import is_replaying
+from everstep_trainer.sdc.replay.memory import MemoryLevels
 from everstep_trainer.sdc.replay.peer_replay import PeerReplay
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -27,7 +28,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from everstep.vocabulary import AuditLink
-from tests.support.audited_models import CPU, MODELS, TOKENS, WORDS, Gpt, Model
+from tests.support.audited_models import CPU, MODELS, TOKENS, UNUSUAL, WORDS, Gpt, Model
 from tests.support.kept_ranks import KeptRanks
 
 NODES = ("a", "a", "b", "c")
@@ -38,7 +39,7 @@ class Training:
     """What ranks train. ``wrap``: "ddp", "fsdp" or "root" (``fully_shard`` of the whole model alone).
 
     ``fault``: (rank, unit, "once" | "always" | "lie" | "vary" | "vary and once") or None. ``odd_steps``: those in which
-    rank 1 calls the blocks with another argument than the others do.
+    rank 1 calls the blocks with another argument than the others do. ``free_bytes``: memory of rank 1; None: enough.
     """
 
     model: str = "gpt"
@@ -51,6 +52,7 @@ class Training:
     fault: tuple[int, str, str] | None = None
     fault_step: int = 2
     odd_steps: tuple[int, ...] = ()
+    free_bytes: int | None = None
 
 
 def play(ranks: KeptRanks, world: int, training: Training) -> list[dict[str, Any]]:
@@ -87,7 +89,7 @@ def train(rank: int, world: int, options: dict[str, Any]) -> dict[str, Any]:
 
 def _train(rank: int, world: int, training: Training) -> dict[str, Any]:
     torch.manual_seed(3)
-    kind = MODELS[training.model]
+    kind = (MODELS | UNUSUAL)[training.model]
     inner = kind.build()
     model = _wrapped(inner, training, world)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -103,6 +105,9 @@ def _train(rank: int, world: int, training: Training) -> dict[str, Any]:
         report=statements.append,
     )
     audit = PeerReplay(setup)
+    if training.free_bytes is not None:
+        levels = MemoryLevels(training.free_bytes if rank == 1 else 1 << 40, 0)
+        audit.read_memory = lambda: levels  # type: ignore[method-assign]
     options_of = {AuditLink.PEER_REPLAY: LinkOptions(interval=training.interval or 1)}
     chain = AuditChain([audit] if training.interval else [], options_of, setup, 1, clean.append, rotations=1)
     fault = _Fault(inner, training, rank)

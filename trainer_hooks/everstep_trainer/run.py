@@ -644,7 +644,7 @@ class Run:
         if self._guard is not None:
             self._guard.track_objects(wrapped, exclude)
         self._updates.watch(objects)
-        self._start_audits(audits, objects)
+        self._start_audits(audits, objects, preset)
 
     def _check_trackable(self, objects: Mapping[str, object]) -> None:
         self._parallelism.require_elementwise(objects.values())
@@ -675,7 +675,9 @@ class Run:
             )
         return {link: one for link, one in options.items() if link not in off}
 
-    def _start_audits(self, options: Mapping[AuditLink, LinkOptions], objects: Mapping[str, object]) -> None:
+    def _start_audits(
+        self, options: Mapping[AuditLink, LinkOptions], objects: Mapping[str, object], preset: SdcPreset
+    ) -> None:
         if not options:
             return
         setup = AuditSetup(
@@ -688,7 +690,8 @@ class Run:
             report=self._report_mismatch,
             keep_wrong_product=self._session.keep_wrong_product,
         )
-        self._audits = build_chain(options, setup, self._finished_step + 1, self._session.report_clean_audits)
+        name = "sdc_links" if preset == "off" else preset
+        self._audits = build_chain(options, setup, self._finished_step + 1, self._session.report_clean_audits, name)
 
     def _report_mismatch(self, mismatch: Mismatch) -> None:
         if self._audits is not None and not mismatch.clears_owner:

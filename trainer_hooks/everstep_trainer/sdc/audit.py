@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import ClassVar
 
 import msgspec
 import torch
+from torch import nn
 
 from everstep.vocabulary import AuditLink, AuditRole
 from everstep.wire.v1.local import WrongProduct
@@ -101,6 +102,18 @@ class Audit:
     @property
     def left_out(self) -> Collection[int]:
         """Parts that cannot be audited in this generation, as the log has said."""
+        return ()
+
+    def checked_modules(self) -> Iterable[nn.Module]:
+        """Return the modules whose work this link checks, submodules included."""
+        return ()
+
+    def left_out_modules(self) -> Iterable[tuple[nn.Module, str]]:
+        """Return modules that this link would check, submodules included, each with the reason why it does not."""
+        return ()
+
+    def gaps(self) -> Iterable[str]:
+        """Return what else this link does not check, each a clause such as ``audit state is off: ...``."""
         return ()
 
     def begin_step(self, step: int, *, due: bool) -> None:

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from everstep.vocabulary import AuditLink
 from everstep_trainer.sdc.audit import Audit, AuditSetup
 from everstep_trainer.sdc.cost_meter import StepReading
+from everstep_trainer.sdc.coverage import Coverage
 from everstep_trainer.sdc.presets import LinkOptions
 from everstep_trainer.sdc.schedule import AuditSchedule
 
@@ -42,6 +43,7 @@ class AuditChain:
         first_step: The next step.
         on_clean: Called with a step: every part of this rank's work was checked often enough in the steps after it.
         rotations: How often is enough.
+        coverage: Says what the links leave out; None: nothing does.
     """
 
     def __init__(
@@ -52,7 +54,9 @@ class AuditChain:
         first_step: int,
         on_clean: Callable[[int], None],
         rotations: int = ROTATIONS_UNTIL_CLEAN,
+        coverage: Coverage | None = None,
     ) -> None:
+        self._coverage = coverage
         self._audits, self._setup, self._on_clean = list(audits), setup, on_clean
         self._schedule = AuditSchedule({audit.link: options[audit.link] for audit in self._audits}, first_step)
         self._rotations = {
@@ -69,6 +73,7 @@ class AuditChain:
         self._unmeasured: tuple[int, dict[AuditLink, StepReading]] | None = None  # until the next step begins
         self._updated_step = 0
         self._mismatch_step = 0
+        self._say_coverage()
 
     def begin_step(self, step: int) -> None:
         """Prepare the audits of ``step``. No collective."""
@@ -156,7 +161,12 @@ class AuditChain:
             self._clean_since = clean_since
             self._on_clean(clean_since)
 
+    def _say_coverage(self) -> None:
+        if self._coverage is not None:
+            self._coverage.say()
+
     def _agree(self) -> None:
+        self._say_coverage()  # links find out in their first audits what they cannot check
         measures = torch.tensor(self._schedule.measures(), dtype=torch.float64, device=self._setup.device)
         if self._setup.world_size > 1:
             dist.all_reduce(measures, op=dist.ReduceOp.MAX)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -89,6 +89,9 @@ class Matmul(Audit):
         self._doubted: set[str] = set()
         self._votes = 0
         """Audits so far in which the ranks compared which products never agreed."""
+
+    def checked_modules(self) -> Iterator[nn.Module]:
+        yield from (one.module for one in self._linears if not _is_forward_replaced(one.module))
 
     def begin_step(self, step: int, *, due: bool) -> None:
         self.close()

@@ -301,7 +301,7 @@ class UpdateAudit(Audit):
             if parameter is not None
         }
         self._optimizers = [optimizer for _, optimizer in tracked.optimizers]
-        self._off: set[int] = set()
+        self._off: dict[int, str] = {}  # why, by the number of the rotation
         self._calls = [self._calls_around(number) for number in range(len(self._optimizers))]
         self._rotations = [_Rotation(optimizer) for optimizer in self._optimizers]
         self._tried: set[int] = set()
@@ -318,6 +318,9 @@ class UpdateAudit(Audit):
     def rounds(self) -> int:
         parts = [len(rotation) for number, rotation in enumerate(self._rotations) if number not in self._off]
         return max(parts, default=0) + 1 if parts else 0  # the last part's comparison is read in the next audit
+
+    def gaps(self) -> Iterator[str]:
+        yield from (f"updates are not checked: {why}" for why in dict.fromkeys(self._off.values()))
 
     def begin_step(self, step: int, *, due: bool) -> None:
         self._remove_hooks()
@@ -545,10 +548,8 @@ class UpdateAudit(Audit):
     # -- hooks and the switch
 
     def _switch_off(self, number: int, why: str) -> None:
-        self._off.add(number)
+        self._off[number] = why
         self._captured.pop(number, None)
-        if self.setup.rank == 0:
-            log.warning("updates are not audited: %s", why)
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:

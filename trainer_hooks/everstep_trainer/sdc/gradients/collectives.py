@@ -72,8 +72,6 @@ class Collectives(Audit, GradientReader):
         super().__init__(setup)
         self._tap = tap
         self._is_on = setup.has_replica_per_rank and setup.world_size > 1 and bool(tap.replicas)
-        if not self._is_on and setup.rank == 0:
-            log.info("sums of gradients are not checked: this needs DistributedDataParallel")
         self._outgoing: tuple[torch.Tensor, torch.Tensor] | None = None  # the slices, and their digest before
         self._exchanged: list[_Exchanged] = []
         self._sums: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # got, expected, tolerance
@@ -84,6 +82,10 @@ class Collectives(Audit, GradientReader):
     @property
     def rounds(self) -> int:
         return 1 if self._is_on else 0
+
+    def gaps(self) -> Iterator[str]:
+        if not self._is_on:
+            yield "audit collective is off: it needs DistributedDataParallel"
 
     def begin_step(self, step: int, *, due: bool) -> None:
         if self._is_on and due:

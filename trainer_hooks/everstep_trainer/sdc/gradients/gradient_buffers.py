@@ -11,7 +11,7 @@ the link is off there.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -69,8 +69,6 @@ class GradientBuffers(Audit, GradientReader):
         super().__init__(setup)
         self._tap = tap
         self._is_on = tap.sees_sums and setup.world_size > 1
-        if not self._is_on and setup.rank == 0:
-            log.info("gradients are not compared with what is sent: this needs run.replicate")
         replicated = [one for module in tap.replicas for one in module.parameters() if one.requires_grad]
         self._watched = {id(one): one for one in _largest(replicated)} if self._is_on else {}
         self._digests: dict[int, PlacedDigest] = {}  # of watched gradients, by id of the parameter, at known places
@@ -92,6 +90,12 @@ class GradientBuffers(Audit, GradientReader):
     @property
     def left_out(self) -> Collection[int]:
         return range(self._empty_audits >= MAX_EMPTY_AUDITS)
+
+    def gaps(self) -> Iterator[str]:
+        if not self._is_on:
+            yield "audit gradient_buffer is off: it needs run.replicate"
+        elif self.left_out:
+            yield "audit gradient_buffer finds nothing to compare: not all gradients of a bucket arrive"
 
     def begin_step(self, step: int, *, due: bool) -> None:
         self.close()
@@ -187,8 +191,6 @@ class GradientBuffers(Audit, GradientReader):
         self.close()
         self._empty_audits = 0 if self._sent else self._empty_audits + 1
         if not self._sent:
-            if self._empty_audits == MAX_EMPTY_AUDITS and self.setup.rank == 0:
-                log.info("audit gradient_buffer does not cover this model: not all gradients of a bucket arrive")
             return
         differ = torch.stack([one.arrived != one.sent for one in self._sent]).tolist()
         if True not in differ:

@@ -125,12 +125,6 @@ class GradientNorms(Audit, GradientReader):
         super().__init__(setup)
         self._tap = tap
         self._is_on = setup.has_replica_per_rank and setup.world_size >= MIN_RANKS and tap.sees_gradients
-        if not self._is_on and setup.rank == 0:
-            log.info(
-                "gradient norms are not compared: this needs %d ranks, each with a replica of its own, under "
-                "run.replicate or fully_shard",
-                MIN_RANKS,
-            )
         # DDP forms other buckets after the first step, so norms are put into groups by the order of the parameters.
         self._tracked = TrackedObjects(setup.objects)
         self._places = {id(parameter): place for place, parameter in enumerate(self._parameters())}
@@ -151,6 +145,11 @@ class GradientNorms(Audit, GradientReader):
         self._watched_until = -1  # after a refused update
         self._was_refused = False  # the last update
         self._refused_rank: int | None = None  # that alone had NaN in it; -1: there was none, None: norms were not read
+
+    def gaps(self) -> Iterator[str]:
+        if not self._is_on:
+            places = "each with a replica of its own, under run.replicate or fully_shard"
+            yield f"audit gradient_norm is off: it needs {MIN_RANKS} ranks, {places}"
 
     def begin_step(self, step: int, *, due: bool) -> None:
         self.close()

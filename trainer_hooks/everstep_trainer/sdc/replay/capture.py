@@ -168,11 +168,14 @@ class PassRecord:
         """Outputs through which gradients enter."""
         self.outputs_only = outputs_only
         """Why gradients are not recorded."""
-        self._inputs: list[torch.Tensor] = []
+        self.has_mixed_gradients = False
+        """An output's gradient came from another output and from outside: the latter alone is not known."""
         self._input_edges: dict[tuple[Node, int], int] = {}
         self._first_sequence_nr = 0
         self._handles: list[RemovableHandle] = []
         self._entered: set[int] = set()
+        # What other outputs contribute to an output's gradient, by the number of that output.
+        self._from_outputs: dict[int, list[torch.Tensor]] = {}
 
     def begin(self, inputs: Sequence[torch.Tensor]) -> None:
         """Begin right before the forward pass on ``inputs``."""
@@ -184,11 +187,13 @@ class PassRecord:
     def finish_forward(self, outputs: Any) -> None:
         """Record the outputs right after the forward pass, and watch the backward pass."""
         tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+        if not tensors:
+            raise UnsupportedUnit(f"no tensors are found in what it returns ({type(outputs).__qualname__})")
         if len(tensors) > MAX_TENSORS:
             raise UnsupportedUnit(f"it returns {len(tensors)} tensors")
         for number, tensor in enumerate(tensors):
-            if isinstance(tensor, DTensor):
-                raise UnsupportedUnit("it returns a DTensor")
+            if isinstance(tensor, DTensor) or tensor.layout is not torch.strided:
+                raise UnsupportedUnit(f"it returns a {type(tensor).__name__} of layout {tensor.layout}")
             self._add(Item(0, f"output {number}"), tensor)
         edges: dict[tuple[Node, int], torch.Tensor] = {}
         for tensor in tensors:
@@ -227,6 +232,7 @@ class PassRecord:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._from_outputs.clear()
         self.outputs.clear()
 
     def output_values(self) -> list[torch.Tensor]:
@@ -251,6 +257,10 @@ class PassRecord:
     def _record(self, number: int, value: torch.Tensor) -> None:
         if self.digests[number] is None:
             value = value.detach().clone() if self._copies else value.detach()
+            if value.layout is torch.sparse_coo:  # the gradient of a sparse embedding
+                self.digests[number] = combined_digest([value._indices(), value._values()])
+            if value.layout is not torch.strided:
+                return
             self.digests[number] = tensor_digest(value)
             self.values[number] = value, 0 if value.is_inference() else value._version
 
@@ -262,6 +272,7 @@ class PassRecord:
         names = {id(parameter): name for name, parameter in self._module.named_parameters()}
         slots: dict[Node, list[tuple[int, int]]] = {}  # places among a node's results, and the items there
         items: list[tuple[Node, int, Item]] = []
+        numbers = {edge: number for number, edge in enumerate(edges)}
         pending, seen = [node for node, _ in reversed(edges)], set()
         while pending:
             node = pending.pop()
@@ -274,9 +285,10 @@ class PassRecord:
             for slot, (target, place) in enumerate(node.next_functions):
                 if target is None:
                     continue
-                if (target, place) in edges:
-                    self.outputs_only = "one of its outputs is computed from another one"
-                    return
+                if (output := numbers.get((target, place))) is not None:  # such as logits beside their loss
+                    if self._on_gradient is not None:
+                        self._handles.append(node.register_hook(self._inner_hook(slot, output)))
+                    continue
                 if (number := self._input_edges.get((target, place))) is not None:
                     items.append((node, slot, Item(1, f"gradient of input {number}")))
                 elif (parameter := _parameter_behind(target)) is not None:
@@ -302,6 +314,15 @@ class PassRecord:
 
         return record
 
+    def _inner_hook(self, slot: int, output: int) -> Callable[..., None]:
+        def hold(results: Sequence[torch.Tensor | None], _: Any) -> None:
+            if (value := results[slot]) is None:
+                return
+            self.has_mixed_gradients |= output in self._entered
+            self._from_outputs.setdefault(output, []).append(value)
+
+        return hold
+
     def _entry_hook(self, number: int, place: int) -> Callable[..., None]:
         def enter(gradients: Sequence[torch.Tensor | None]) -> None:
             gradient = gradients[place]
@@ -309,9 +330,24 @@ class PassRecord:
                 return
             self._entered.add(number)
             with self._cost():
-                self._on_gradient(number, gradient)
+                from_outputs = self._from_outputs.pop(number, [])
+                if not from_outputs:
+                    self._on_gradient(number, gradient)
+                else:
+                    self.has_mixed_gradients |= not _is_sum(gradient, from_outputs)
 
         return enter
+
+
+def _is_sum(gradient: torch.Tensor, parts: Sequence[torch.Tensor]) -> bool:
+    """Return whether a gradient has the bits of the sum of its parts, in the order in which they came."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    if total is gradient:
+        return True
+    is_alike = total.dtype == gradient.dtype and total.shape == gradient.shape
+    return is_alike and bool(tensor_digest(total) == tensor_digest(gradient))
 
 
 def _edge(tensor: torch.Tensor) -> tuple[Node, int]:

@@ -8,10 +8,11 @@ differ, a third rank does that call again, and each rank states what it computed
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from everstep.vocabulary import AuditLink, AuditRole
 from everstep_trainer.parallel.replicas import find_model_parallelism
@@ -21,8 +22,10 @@ from everstep_trainer.sdc.replay.call_replay import replay
 from everstep_trainer.sdc.replay.call_transfer import decode_call, encode_call
 from everstep_trainer.sdc.replay.capture import Capture, CapturedCall, PassRecord, UnsupportedUnit
 from everstep_trainer.sdc.replay.determinism import are_close, find_unrepeatable, relative_spread
+from everstep_trainer.sdc.replay.memory import MemoryLevels, describe_shortage, read_memory_levels
 from everstep_trainer.sdc.replay.units import Unit, find_units
 from everstep_trainer.sdc.witnesses import all_gather_numbers, choose_arbiter, describe_difference, exchange
+from everstep_trainer.state.tensors import list_names
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +34,7 @@ MAX_NAMED = 8
 MAX_SKIPS = 8
 """Audits of a unit in a row that compared nothing; it is then audited no more, and no longer waited for."""
 _SPREAD_SCALE = 1e12  # a spread travels as a whole number
-_CAPTURED, _NOT_CALLED, _UNSUPPORTED = range(3)
+_CAPTURED, _NOT_CALLED, _UNSUPPORTED, _MIXED, _SHORT = range(5)
 
 Parts = tuple[int, int, int]
 """Digests of the outputs, of the contributions to gradients of inputs, and to those of parameters."""
@@ -47,6 +50,7 @@ class _Rotation:
         visits: Audits so far, with those that were skipped.
         skips: Audits that were skipped since the last one that was not.
         spread: Relative difference of two replays, if it is not bitwise repeatable.
+        has_mixed_gradients: Gradients enter it at places where they cannot be read apart.
         noted: Reasons of skipped audits that were logged.
     """
 
@@ -56,6 +60,7 @@ class _Rotation:
     visits: int = 0
     skips: int = 0
     spread: float | None = None
+    has_mixed_gradients: bool = False
 
     def __post_init__(self) -> None:
         self.noted: set[str] = set()
@@ -66,6 +71,8 @@ class _Rotation:
 
     @property
     def outputs_only(self) -> str:
+        if self.has_mixed_gradients:
+            return "the loss uses an output from which another output is computed"
         return "" if self.spread is None else "it is not bitwise repeatable"
 
 
@@ -102,25 +109,34 @@ class PeerReplay(Audit):
         super().__init__(setup)
         self._rotations: list[_Rotation] = []
         self._left_out: set[int] = set()
+        self._rounds = 0
+        self._whole_numbers: dict[Unit, int] = {}  # of models that may take the place of their blocks
         self._compared: int | None = None  # in this step
         self._audits = 0
         self._current: tuple[_Rotation, Capture] | None = None
+        self._shortage = ""  # why the running step is not captured
+        self._off = ""  # why this link is
+        self._reasons: list[tuple[nn.Module, str]] = []  # why modules are left out
         if setup.world_size == 1:
+            self._off = "it needs a second rank"
             return
         sign = "" if setup.has_replica_per_rank else "a model spans several ranks"
         if sign := sign or find_model_parallelism(setup.objects.values(), setup.world_size):
-            self._log("audit peer_replay is off: %s", sign)
+            self._off = sign
             return
         found = find_units(setup.objects)
         self._rotations = [_Rotation(unit, number) for number, unit in enumerate(found.units)]
-        if found.left_out:
-            self._log("audit peer_replay does not cover %s", "; ".join(found.left_out))
+        wholes = dict.fromkeys(unit.whole for unit in found.units if unit.is_block and unit.whole is not None)
+        self._whole_numbers = {whole: len(found.units) + number for number, whole in enumerate(wholes)}
+        self._left_out = set(self._whole_numbers.values())  # until no block is left
+        self._rounds = len(found.units) + len(wholes)
+        self._reasons = [(module, one.reason) for one in found.left_out for module in one.module.modules()]
         if not found.units:
-            self._log("audit peer_replay is off: no tracked module can be computed again on another rank")
+            self._off = "no tracked module can be computed again on another rank"
 
     @property
     def rounds(self) -> int:
-        return len(self._rotations) + len(self._left_out)
+        return self._rounds
 
     def compared_part(self, turn: int) -> int | None:
         return self._compared
@@ -129,6 +145,21 @@ class PeerReplay(Audit):
     def left_out(self) -> Collection[int]:
         return self._left_out
 
+    def checked_modules(self) -> Iterator[nn.Module]:
+        for rotation in self._rotations:
+            yield from rotation.unit.module.modules()
+
+    def left_out_modules(self) -> Sequence[tuple[nn.Module, str]]:
+        return self._reasons
+
+    def gaps(self) -> Iterator[str]:
+        if self._off:
+            yield f"audit peer_replay is off: {self._off}"
+        partly = [one for one in self._rotations if one.outputs_only]
+        for reason in dict.fromkeys(one.outputs_only for one in partly):
+            names = [one.unit.name for one in partly if one.outputs_only == reason]
+            yield f"only the forward pass of {list_names(names, MAX_NAMED)} is checked ({reason})"
+
     def begin_step(self, step: int, *, due: bool) -> None:
         self._drop()
         self._compared = None
@@ -136,7 +167,9 @@ class PeerReplay(Audit):
             return
         rotation = min(self._rotations, key=lambda one: one.visits)
         capture = Capture(rotation.unit, rotation.call, self.setup.device, self.cost, rotation.outputs_only)
-        capture.install()
+        self._shortage = self._describe_shortage(rotation.unit)
+        if not self._shortage:
+            capture.install()
         self._current = rotation, capture
 
     def before_update(self, step: int, *, due: bool) -> None:
@@ -157,22 +190,30 @@ class PeerReplay(Audit):
             self._current[1].clear()
             self._current = None
 
+    def read_memory(self) -> MemoryLevels | None:
+        """Return the memory that a replay may take; see `read_memory_levels`."""
+        return read_memory_levels(self.setup.device)
+
     # ---- one audit
 
     def _audit(self, step: int, rotation: _Rotation, capture: Capture) -> None:
         """Compare the captured calls of all ranks. A collective."""
         self._audits += 1
         call, captured = rotation.call, capture.captured
-        state = _CAPTURED if captured is not None else _UNSUPPORTED if capture.problem else _NOT_CALLED
+        state = _SHORT if self._shortage else _state_of(capture)
         structure = 0 if captured is None else captured.structure()
         rows = self._gather([state, structure, capture.calls])
         rotation.visits += 1
         rotation.calls = max(1, min(calls for _, _, calls in rows))
         states = {state for state, _, _ in rows}
         if _UNSUPPORTED in states:
-            self._exclude(rotation, capture.problem or "another rank cannot capture it")
+            self._exclude(rotation, capture.problem or "another rank cannot capture it", tries_whole=True)
+        elif _SHORT in states:
+            self._note(rotation, self._shortage or "another rank has no memory for its audit")
+        elif _MIXED in states:  # the next audit compares the outputs
+            rotation.has_mixed_gradients = True
         elif _NOT_CALLED in states:
-            self._note(rotation, "some ranks did not call it in the audited step")
+            self._note(rotation, "some ranks did not call it in the audited step", tries_whole=True)
         elif len({structure for _, structure, _ in rows}) > 1:
             self._note(rotation, "the ranks call it with different arguments, or with other random numbers or modes")
         elif captured is not None:
@@ -429,19 +470,47 @@ class PeerReplay(Audit):
 
     # ---- coverage
 
-    def _exclude(self, rotation: _Rotation, reason: str) -> None:
-        """Audit the unit no more in this generation, on all ranks."""
+    def _exclude(self, rotation: _Rotation, reason: str, *, tries_whole: bool = False) -> None:
+        """Audit the unit no more in this generation, on all ranks.
+
+        Args:
+            rotation: The unit.
+            reason: Why.
+            tries_whole: The unit cannot be called by itself, so that the whole model may take its place.
+        """
         self._log("audit peer_replay does not cover %s: %s", rotation.unit.name, reason)
         self._rotations.remove(rotation)
         self._left_out.add(rotation.number)
+        self._reasons += [(module, reason) for module in rotation.unit.module.modules()]
+        if tries_whole and rotation.unit.is_block and rotation.unit.whole is not None:
+            self._use_whole(rotation.unit.whole)
 
-    def _note(self, rotation: _Rotation, reason: str, *, skipped: bool = True) -> None:
+    def _use_whole(self, whole: Unit) -> None:
+        """Audit a model as one unit if no block of it is left."""
+        others = [one for one in self._rotations if one.unit.whole is whole]
+        if any(one.unit.is_block for one in others):
+            return
+        number = self._whole_numbers[whole]
+        self._left_out |= {one.number for one in others}
+        self._left_out.remove(number)
+        self._rotations = [one for one in self._rotations if one not in others]
+        visits = min((one.visits for one in self._rotations), default=0)
+        self._rotations.append(_Rotation(whole, number, visits=visits))
+        self._log("audit peer_replay computes %s as a whole again, since no block of it can be", whole.name)
+
+    def _describe_shortage(self, unit: Unit) -> str:
+        nodes, rank = self.setup.nodes, self.setup.rank
+        is_shared = self.setup.device.type == "cpu" and nodes
+        return describe_shortage(unit, self.read_memory(), nodes.count(nodes[rank]) if is_shared else 1)
+
+    def _note(self, rotation: _Rotation, reason: str, *, skipped: bool = True, tries_whole: bool = False) -> None:
         if reason not in rotation.noted:
             rotation.noted.add(reason)
             self._log("audit peer_replay%s: %s: %s", " was skipped" if skipped else "", rotation.unit.name, reason)
         rotation.skips += skipped
         if rotation.skips == MAX_SKIPS:
-            self._exclude(rotation, f"{reason} ({MAX_SKIPS} audits in a row were skipped)")
+            words = f"{reason} ({MAX_SKIPS} audits in a row were skipped)"
+            self._exclude(rotation, words, tries_whole=tries_whole)
 
     def _log(self, line: str, *values: object) -> None:
         if self.setup.rank == 0:
@@ -462,6 +531,12 @@ def first_difference(claims: PassRecord, record: PassRecord) -> int:
         if one is not None and other is not None and int(one.item()) != int(other.item()):
             return number
     return -1
+
+
+def _state_of(capture: Capture) -> int:
+    if capture.captured is None:
+        return _UNSUPPORTED if capture.problem else _NOT_CALLED
+    return _MIXED if capture.captured.record.has_mixed_gradients else _CAPTURED
 
 
 def _describe_pass(original: Parts, replayed: Parts) -> str:

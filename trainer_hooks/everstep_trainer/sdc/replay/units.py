@@ -3,8 +3,11 @@
 A unit is a module that training calls. Blocks become units first: submodules that ``fully_shard`` has sharded,
 compiled modules, checkpoint wrappers, and the elements of containers whose class repeats, such as the layers of a
 transformer. Beside the blocks, each largest module that holds none becomes a unit, such as the embedding and the head;
-a model without blocks is one unit. No module is in two units. Code in the ``forward`` of a module that holds units
-belongs to none of them.
+a model without blocks is one unit, with its loss if its ``forward`` returns it. No module is in two units. Code in the
+``forward`` of a module that holds units belongs to none of them.
+
+If no block of a model can be computed again by itself, the whole model is the unit. A tracked module without parameters
+beside a trained model is taken for its loss, and is a unit, too.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,12 +43,16 @@ class Unit:
         module: The module that training calls.
         shards: The module of ``fully_shard`` that gathers the unit's parameters; None: they are whole.
         changing_buffers: Names of buffers that its forward pass has changed; None before the first one was seen.
+        is_block: It is one of the repeated parts that make up most of a model.
+        whole: The whole model, which takes the unit's place if no block can be replayed; None: it cannot be called.
     """
 
     name: str
     module: nn.Module
     shards: FSDPModule | None = None
     changing_buffers: set[str] | None = None
+    is_block: bool = False
+    whole: Unit | None = None
 
     @property
     def is_compiled_in_place(self) -> bool:
@@ -71,29 +79,42 @@ class Unit:
             self.shards.reshard()
 
 
+class LeftOut(NamedTuple):
+    """A module whose own work no unit covers, and why."""
+
+    name: str
+    module: nn.Module
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.reason})"
+
+
 @dataclass(frozen=True)
 class Units:
-    """The units of a run's models, in the order of the modules. ``left_out``: names of modules that no unit covers,
-    each with the reason."""
+    """The units of a run's models, in the order of the modules, and the modules that none covers."""
 
     units: tuple[Unit, ...]
-    left_out: tuple[str, ...]
+    left_out: tuple[LeftOut, ...]
 
 
 def find_units(objects: Mapping[str, object]) -> Units:
-    """Return the units of the tracked modules that have trained parameters, the same on all ranks."""
+    """Return the units of the tracked modules, the same on all ranks: of models with trained parameters and losses."""
     models = [(key, one) for key, tracked in objects.items() for one in as_list(tracked) if isinstance(one, nn.Module)]
     trained = [(key, model) for key, model in models if any(p.requires_grad for p in model.parameters())]
     division = _Division()
     for key, model in trained:
         division.divide_model(key, model, is_only=len(trained) == 1)
+    for key, model in models if trained else ():
+        if next(model.parameters(), None) is None:
+            division.divide_model(key, model, is_only=False)
     return Units(tuple(division.units), tuple(division.left_out))
 
 
 class _Division:
     def __init__(self) -> None:
         self.units: list[Unit] = []
-        self.left_out: list[str] = []
+        self.left_out: list[LeftOut] = []
         self._seen: set[int] = set()
         self._repeated: set[int] = set()
         self._key = ""
@@ -101,7 +122,11 @@ class _Division:
     def divide_model(self, key: str, model: nn.Module, *, is_only: bool) -> None:
         self._repeated = _repeated_elements(model)
         self._key = key
+        before = len(self.units)
         self._divide("" if is_only else key, model, None)
+        whole = _whole_unit(key, model)
+        for unit in self.units[before:]:
+            unit.whole = None if whole is None or unit.module is whole.module else whole
 
     def _divide(self, path: str, module: nn.Module, shards: FSDPModule | None) -> None:
         if id(module) in self._seen:
@@ -112,13 +137,14 @@ class _Division:
             self._divide(path, module.module, None)
             return
         if isinstance(module, FullyShardedDataParallel):
-            self.left_out.append(f"{name} (FullyShardedDataParallel: use fully_shard)")
+            self.left_out.append(LeftOut(name, module, "FullyShardedDataParallel: use fully_shard"))
             return
         is_block = self._is_block(module, shards)
         shards = module if isinstance(module, FSDPModule) else shards
         is_compiled = isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
         if is_compiled and (wrapper := _communicating_wrapper(module)):
-            self.left_out.append(f"{name} (compiled around {wrapper}: compile the model or its blocks inside)")
+            reason = f"compiled around {wrapper}: compile the model or its blocks inside"
+            self.left_out.append(LeftOut(name, module, reason))
             return
         inner = [one for one in module.modules() if one is not module]
         is_whole = is_block or not any(self._is_block(one, shards) for one in inner)
@@ -126,21 +152,22 @@ class _Division:
         if not isinstance(module, nn.ModuleList | nn.ModuleDict):
             can_be_called = not reason and not any(isinstance(one, FSDPModule) for one in inner)
             if is_whole and can_be_called and not any(_describe_collectives(one) for one in inner):
-                self._add(name, module, shards)
+                self._add(name, module, shards, is_block=is_block)
                 return
             if reason or is_compiled:
-                self.left_out.append(f"{name} ({reason or 'compiled, with collectives inside'})")
+                self.left_out.append(LeftOut(name, module, reason or "compiled, with collectives inside"))
             if is_compiled:
                 self._seen.update(id(one) for one in inner)
                 return
         for key, child in module.named_children():
             self._divide(f"{path}.{key}", child, shards)
 
-    def _add(self, name: str, module: nn.Module, shards: FSDPModule | None) -> None:
+    def _add(self, name: str, module: nn.Module, shards: FSDPModule | None, *, is_block: bool) -> None:
         if isinstance(module, nn.Identity):
             return
         self._seen.update(id(one) for one in module.modules())
-        self.units.append(Unit(name, module, shards if next(module.parameters(), None) is not None else None))
+        shards = shards if next(module.parameters(), None) is not None else None
+        self.units.append(Unit(name, module, shards, is_block=is_block))
 
     def _is_block(self, module: nn.Module, shards: FSDPModule | None) -> bool:
         return (
@@ -149,6 +176,19 @@ class _Division:
             or (shards is not None and isinstance(module, FSDPModule))
             or id(module) in self._repeated
         )
+
+
+def _whole_unit(key: str, model: nn.Module) -> Unit | None:
+    """Return the model as one unit; None if one rank alone cannot call it, or if it is one module."""
+    while isinstance(model, DistributedDataParallel):
+        model = model.module
+    inner = [one for one in model.modules() if one is not model]
+    shards = model if isinstance(model, FSDPModule) else None
+    if isinstance(model, FullyShardedDataParallel | nn.ModuleList | nn.ModuleDict) or not inner:
+        return None
+    if any(isinstance(one, FSDPModule) or _describe_collectives(one) for one in inner) or _describe_collectives(model):
+        return None
+    return Unit(key, model, shards)
 
 
 def _communicating_wrapper(module: nn.Module) -> str:

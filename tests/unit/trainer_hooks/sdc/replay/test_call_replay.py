@@ -21,7 +21,7 @@ def numbers(record: PassRecord) -> dict[str, list[int | None]]:
 
 def state(module: nn.Module) -> dict[str, torch.Tensor]:
     held = {name: tensor.clone() for name, tensor in module.state_dict().items()}
-    grads = {f"{name}.grad": p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    grads = {f"{name}.grad": p.grad.clone().to_dense() for name, p in module.named_parameters() if p.grad is not None}
     return {**held, **grads, "rng": torch.get_rng_state()}
 
 
@@ -129,6 +129,67 @@ def test_input_with_other_consumers_counts_this_unit_only() -> None:
     for call in range(4):
         record = check_replay(module, model, inner, call)
         assert any(item.name == "gradient of input 0" for item in record.items)
+
+
+class WithLoss(nn.Module):
+    """A model without blocks that returns its outputs and the loss of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def forward(self, x: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs = self.layers(x)
+        return outputs, nn.functional.cross_entropy(outputs, targets) + outputs.square().mean()
+
+
+def captured_losses(*, with_outputs: bool) -> Capture:
+    torch.manual_seed(1)
+    module = WithLoss()
+    (unit,) = units_of(module)
+    capture = Capture(unit, 0, CPU)
+    capture.install()
+    outputs, loss = module(torch.ones(2, 4), torch.tensor([1, 2]))
+    (loss + outputs.sum() if with_outputs else loss).backward()
+    capture.remove()
+    return capture
+
+
+def test_model_and_its_loss_are_replayed_together() -> None:
+    capture = captured_losses(with_outputs=False)
+    assert capture.captured is not None
+    record = capture.captured.record
+    assert not record.outputs_only
+    assert not record.has_mixed_gradients
+    again = replay(capture.unit, capture.captured, CPU)
+    assert numbers(again) == numbers(record)
+    assert {"output 1", "gradient of layers.0.weight", "gradient of layers.2.bias"} <= numbers(record).keys()
+
+
+def test_outputs_used_beside_their_loss_are_noticed() -> None:
+    capture = captured_losses(with_outputs=True)
+    assert capture.captured is not None
+    assert capture.captured.record.has_mixed_gradients
+
+
+def test_sparse_gradients_are_compared_by_their_entries() -> None:
+    module = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4))
+    model = Model(lambda: module, lambda seed: torch.tensor([1, 3, 1]))
+    record = check_replay(module, model, units_of(module)[0], 1)
+    assert numbers(record)["gradient of 0.weight"] != [None]
+
+
+def test_outputs_without_known_tensors_are_refused() -> None:
+    class Opaque(nn.Linear):
+        def forward(self, x: torch.Tensor) -> object:  # type: ignore[override]
+            return object()
+
+    module = Opaque(4, 4)
+    capture = Capture(units_of(module)[0], 0, CPU)
+    capture.install()
+    module(torch.ones(1, 4))
+    assert capture.captured is None
+    assert capture.problem == "no tensors are found in what it returns (object)"
 
 
 def test_wrong_result_changes_a_digest() -> None:

@@ -150,6 +150,43 @@ def test_unit_that_is_always_skipped_is_left_out(kept_ranks: KeptRanks) -> None:
     assert ranks[0]["clean"] == ranks[1]["clean"] == [steps - 8, steps - 7, steps - 6]
 
 
+def test_model_is_one_unit_if_no_block_can_be_sent(kept_ranks: KeptRanks) -> None:
+    ranks = play(kept_ranks, 3, Training(model="cached", steps=10))
+    assert [rank["units"] for rank in ranks] == [["model"]] * 3
+    assert [rank["statements"] for rank in ranks] == [[], [], []]
+    *left_out, last = ranks[0]["lines"]
+    assert [line.split(":")[0] for line in left_out] == [
+        f"audit peer_replay does not cover blocks.{n}" for n in range(3)
+    ]
+    assert last == "audit peer_replay computes model as a whole again, since no block of it can be"
+    # Steps 2 to 4 left the blocks out; from step 5 on the model was compared.
+    assert ranks[0]["clean"] == ranks[1]["clean"] == [4, 5, 6, 7, 8, 9]
+
+
+def test_outputs_used_beside_others_made_of_them_accuse_no_rank(kept_ranks: KeptRanks) -> None:
+    ranks = play(kept_ranks, 3, Training(model="means", steps=6))
+    assert [(rank["units"], rank["statements"]) for rank in ranks] == [(["layers.0", "layers.1"], [])] * 3
+    words = "only its forward pass is audited: the loss uses an output from which another output is computed"
+    assert ranks[0]["lines"] == [f"audit peer_replay: layers.{n}: {words}" for n in range(2)]
+    assert ranks[0]["clean"] == [2, 3, 4], "steps 1 and 2 compared nothing"
+
+
+def test_fault_in_a_model_without_units_is_found(kept_ranks: KeptRanks) -> None:
+    ranks = play(kept_ranks, 4, Training(model="cached", fault=(1, "blocks.2", "once"), steps=8, fault_step=7))
+    ((step, owner), case), *rest = roles(ranks).items()
+    assert (step, owner, rest) == (7, 1, [])
+    (_, original, rerun), (_, _, replayed), (_, _, arbitrated) = (case[role] for role in ("owner", "peer", "arbiter"))
+    assert original != rerun == replayed == arbitrated
+
+
+def test_unit_without_memory_for_its_audit_is_skipped(kept_ranks: KeptRanks) -> None:
+    ranks = play(kept_ranks, 2, Training(model="mlp", steps=MAX_SKIPS + 1, free_bytes=100))
+    assert [(rank["statements"], rank["clean"]) for rank in ranks] == [([], [])] * 2
+    first, last = ranks[0]["lines"]
+    assert first == "audit peer_replay was skipped: model: another rank has no memory for its audit"
+    assert last.startswith("audit peer_replay does not cover model: ")
+
+
 def test_arbiter_is_on_a_third_node_if_there_is_one() -> None:
     assert choose_arbiter(0, 1, 5, ("a", "b", "b", "a", "c")) == 4
     assert choose_arbiter(0, 1, 4, ("a", "b", "b", "a")) == 2

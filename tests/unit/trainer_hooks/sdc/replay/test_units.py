@@ -46,6 +46,21 @@ def test_only_trained_models_are_divided() -> None:
     assert names(model=mlp(), critic=mlp()) == ["model", "critic"]
 
 
+def test_tracked_loss_is_a_unit_beside_its_model() -> None:
+    assert names(model=mlp(), loss=nn.CrossEntropyLoss(label_smoothing=0.1)) == ["model", "loss"]
+    assert names(loss=nn.MSELoss()) == []
+
+
+def test_whole_model_stands_in_for_blocks_alone() -> None:
+    units = find_units({"model": Gpt(), "critic": mlp()}).units
+    blocks = [unit for unit in units if unit.is_block]
+    assert [unit.name for unit in blocks] == [f"model.blocks.{n}" for n in range(3)]
+    assert {unit.whole.name for unit in blocks if unit.whole} == {"model"}
+    assert units[-1].whole is None, "it is the whole model itself"
+    synchronized = nn.SyncBatchNorm.convert_sync_batchnorm(ConvNet())
+    assert {unit.whole for unit in find_units({"model": synchronized}).units} == {None}
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile has its own
 def test_names_do_not_show_wrappers() -> None:
@@ -59,7 +74,7 @@ def test_names_do_not_show_wrappers() -> None:
 def test_parts_with_collectives_are_left_out() -> None:
     found = find_units({"model": nn.SyncBatchNorm.convert_sync_batchnorm(ConvNet())})
     assert "layers.0.convolution" in [unit.name for unit in found.units]
-    assert found.left_out[0] == "layers.0.norm (SyncBatchNorm: its forward pass contains collectives)"
+    assert str(found.left_out[0]) == "layers.0.norm (SyncBatchNorm: its forward pass contains collectives)"
     assert len(found.left_out) == 2
 
 
@@ -80,8 +95,8 @@ def wrapped_names(port: int) -> dict[str, Any]:
             "fsdp": [unit.name for unit in found.units],
             "shards": [unit.shards is unit.module for unit in found.units],
             "root": names(model=whole),
-            "group": (names(model=experts), find_units({"model": experts}).left_out),
-            "compiled": find_units({"model": compiled}).left_out,
+            "group": (names(model=experts), [*map(str, find_units({"model": experts}).left_out)]),
+            "compiled": [*map(str, find_units({"model": compiled}).left_out)],
         }
 
 
@@ -93,7 +108,7 @@ def test_units_are_found_below_wrappers(forks: Any) -> None:
     group, left_out = found["group"]
     assert "blocks.0.attention" in group
     assert "blocks.0.mlp.0" in group
-    assert left_out == ("blocks.0.mlp (Sequential.group is a process group: its forward pass may contain collectives)",)
-    assert found["compiled"] == (
-        "model (compiled around DistributedDataParallel: compile the model or its blocks inside)",
-    )
+    assert left_out == ["blocks.0.mlp (Sequential.group is a process group: its forward pass may contain collectives)"]
+    assert found["compiled"] == [
+        "model (compiled around DistributedDataParallel: compile the model or its blocks inside)"
+    ]
