@@ -205,13 +205,16 @@ class SnapshotPlanner:
         )
 
     def _report_lack(self) -> None:
-        """Report a lack of memory early. Raises OutOfSlotMemory if the job requires checkpoints."""
+        """Report a lack of memory early, unless rank 0 is about to (``SnapshotPlans``).
+
+        Raises OutOfSlotMemory if the job requires checkpoints.
+        """
         node, reason = self.agreed.short_node, self.agreed.reason
         if not node:
             return
         if self._options.require_checkpoints:
             raise OutOfSlotMemory(reason)
-        if node == self._member.node and self._member.local_rank == 0:
+        if node == self._member.node and self._member.local_rank == 0 and self._member.rank != 0:
             where = {"node": node, "job": self._spec.job, "generation": self._spec.number}
             log.error("this node has no memory for all of the job's checkpoints: %s", reason, extra=where)
 
@@ -353,6 +356,11 @@ class PlanManager:
     def plan_for(self, scan: TensorScan) -> ActivePlan | None:
         """Return the current plan if it is for this scan's layout."""
         return self.current if self.current is not None and self.current.layout is scan.layout else None
+
+    @property
+    def has_reported_lack(self) -> bool:
+        """Return whether the log says already that a node has no memory for all checkpoints, and what to do."""
+        return bool(self._planner.agreed.short_node)
 
     def make_scan(self, tensors: list[TrackedTensor], layout: Layout, last: TensorScan | None, step: int) -> TensorScan:
         """Return the scan after ``step``, with the ``last`` scan's layout, and so its plan, if nothing changed."""

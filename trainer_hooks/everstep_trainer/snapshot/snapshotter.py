@@ -21,7 +21,7 @@ import msgspec
 from torch._C._distributed_c10d import Store
 
 from everstep.clock import Clock
-from everstep.errors import DigestMismatch, EverstepError
+from everstep.errors import DigestMismatch, EverstepError, OutOfSlotMemory
 from everstep.ids import Version
 from everstep.layout.slots import FinishedStep, SegmentView, segment_name
 from everstep.system_clock import SYSTEM_CLOCK
@@ -323,7 +323,9 @@ class Snapshotter:
             now = self._clock.monotonic()
             if at_end or (not self._closing and not self._is_over() and now >= self._warn_at):
                 self._warn_at = now + RETRY_S
-                log.warning("cannot %s; training continues: %s", label, error, extra=self._log_fields)
+                is_known = isinstance(error, OutOfSlotMemory) and self._plans.has_reported_lack
+                level = logging.DEBUG if is_known else logging.WARNING
+                log.log(level, "cannot %s; training continues: %s", label, error, extra=self._log_fields)
 
     def _next(self) -> SnapshotJob | None:
         """Return the next job; until there is one, follow other ranks' new plans."""

@@ -130,7 +130,7 @@ def test_only_a_restored_session_warns_and_only_once(program_forks: ForkPool, ca
 
 def session_of(rank: LoneRank, number: int) -> GenerationSession:
     spec = generation(number, restore=None if number == 1 else RestoreRule())
-    group = SimpleNamespace(spec=spec, member=spec.roster[0], store=dist.HashStore())
+    group = SimpleNamespace(spec=spec, member=spec.roster[0], store=dist.HashStore(), device=torch.device("cpu"))
     return GenerationSession(
         group,  # type: ignore[arg-type]
         directives=SimpleNamespace(is_generation_over=lambda *_: False),  # type: ignore[arg-type]

@@ -34,7 +34,8 @@ def test_full_memory_is_logged_with_arithmetic_and_training_runs(
                 rank.steps(1, 3)
         finally:
             client.close()
-    assert "; training continues: 2 slots of" in caplog.text
+    assert "in 2 slots per rank: training continues" in caplog.text
+    assert caplog.text.count("memory limit 20000") == 1, "once, and not for each step"
     assert "memory limit 20000" in caplog.text
 
 
