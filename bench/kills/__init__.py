@@ -1,0 +1,1 @@
+"""Training scripts in many styles, for kills of random ranks; run by `bench.integration_kills`."""
