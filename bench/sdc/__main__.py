@@ -1,7 +1,8 @@
 """What the chain of audits catches of injected faults, in real training on four ranks, and what it costs.
 
-    python -m bench.sdc [--quick] [--cells PATTERN ...] [--per-cell 300] [--once] [--window STEPS] [--json FILE]
-                        [--clean THOUSANDS] [--overhead BLOCKS] [--plot PNG]
+    python -m bench.sdc [--quick] [--cells PATTERN ...] [--per-cell 300] [--kinds permanent,once] [--window STEPS]
+                        [--json FILE] [--clean THOUSANDS] [--overhead BLOCKS] [--plot PNG]
+    python -m bench.sdc --models vit,lstm,moe,unet [--kinds permanent] [--presets light,standard] [--injections N]
     python -m bench.sdc --example PNG
 
 Each cell is a model, a preset and a place of faults. A fault is put into one rank of a trained model; the bench trains
@@ -9,20 +10,35 @@ on until the chain finds it or the window is over, and goes back to the trained 
 chain takes to look at all parts of a rank's work: then a version with the fault would count as audited. Records are
 kept under out/sdc; another call adds what is missing. Intervals between audits are those that the chain once chose on
 this machine.
+``--models`` measures models of other structures, at all places and in a shorter window, and prints the share that each
+preset catches.
 Faults, their shapes and how often each occurs: `bench.sdc.injection`. Other detectors: `bench.sdc.peers`.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from bench.sdc.cells import CALIBRATION_STEPS, CLEAN_STEPS, MAIN, MEASURED_PRESETS, OTHERS, SEEDS, Measure, choose
+from bench.sdc.cells import (
+    CALIBRATION_STEPS,
+    CLEAN_STEPS,
+    MAIN,
+    MEASURED_PRESETS,
+    MODELS,
+    OTHERS,
+    SEEDS,
+    Measure,
+    cells_of_model,
+    choose,
+    plan,
+)
 from bench.sdc.example import show
 from bench.sdc.models import Config
 from bench.sdc.ranks import Ranks
@@ -31,6 +47,8 @@ from bench.sdc.store import Store
 from bench.table import finish, parser_of
 
 RANKS, WARM_STEPS = 4, 200
+KINDS = ("permanent", "once")
+INJECTIONS, MODEL_WINDOW, QUICK_WINDOW = 16, 400, 64
 QUICK_CALIBRATION_STEPS = 44
 """Steps until the chain has agreed on its intervals once."""
 Work = tuple[str, Callable[[], None]]
@@ -40,7 +58,10 @@ def main() -> int:
     parser = parser_of("sdc", __doc__)
     parser.add_argument("--cells", nargs="*", default=[], metavar="PATTERN", help="CONFIG/PRESET/SITE, with * and ?")
     parser.add_argument("--per-cell", type=int, default=300, help="injections of each cell")
-    parser.add_argument("--once", action="store_true", help="only injections that act once, of which there are few")
+    parser.add_argument("--kinds", type=_names(KINDS), help="permanent, once, or both; of --models permanent")
+    parser.add_argument("--models", type=_names(MODELS), help=f"of {','.join(MODELS)}, in place of --cells")
+    parser.add_argument("--presets", type=_names(MEASURED_PRESETS), default=["light", "standard"], help="of --models")
+    parser.add_argument("--injections", type=int, default=INJECTIONS, help="of each of --models under each preset")
     parser.add_argument("--window", type=int, help="steps in which a fault may be found")
     parser.add_argument(
         "--clean", type=int, default=0, metavar="N", help="thousands of undisturbed steps, shared by all models"
@@ -51,8 +72,12 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, metavar="PNG", help="write a picture of coverage against overhead")
     parser.add_argument("--example", type=Path, metavar="PNG", help="only draw one run with and without the chain")
     given = parser.parse_args()
+    if given.models:
+        given.window = given.window or (QUICK_WINDOW if given.quick else MODEL_WINDOW)
+    given.kinds = given.kinds or (["permanent"] if given.models else list(KINDS))
     if given.quick:
-        given.per_cell, given.window = min(given.per_cell, 3), given.window or 64
+        given.injections = min(given.injections, 3)
+        given.per_cell, given.window = min(given.per_cell, 3), given.window or QUICK_WINDOW
         given.cells = given.cells or [f"{MAIN}/standard/gemm_*"]
         given.store /= "quick"  # its intervals are rough
     store = Store(given.store / f"window-{given.window}" if given.window else given.store)
@@ -68,7 +93,20 @@ def main() -> int:
     report = Report(store)
     if given.plot:
         report.draw(given.plot, timed_config(given).name)
-    return finish("Silent corruption: faults caught", report.rows(), given.json)
+    rows = report.model_rows(given.models, given.presets, given.kinds) if given.models else report.rows()
+    return finish("Silent corruption: faults caught", rows, given.json)
+
+
+def _names(known: Iterable[str]) -> Callable[[str], list[str]]:
+    """Return a parser of names with commas between them."""
+
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        if unknown := set(names) - set(known):
+            raise argparse.ArgumentTypeError(f"there is no {', '.join(sorted(unknown))}: choose of {','.join(known)}")
+        return names
+
+    return parse
 
 
 def measure(measures: Measure, store: Store, given: object) -> None:
@@ -76,7 +114,7 @@ def measure(measures: Measure, store: Store, given: object) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), transient=True) as bar:
         task = bar.add_task("sdc")
-        for kind in (work, harm_work, side_work):
+        for kind in (model_work,) if given.models else (work, harm_work, side_work):
             todo = list(kind(measures, store, given))
             bar.update(task, total=len(todo), completed=0)
             for name, do in todo:
@@ -94,8 +132,25 @@ def work(measures: Measure, store: Store, given: object) -> Iterator[Work]:
         own = [cell for cell in cells if cell.config == config]
         for number in range(given.per_cell):  # cell by cell in turn: all grow alike
             for cell in own:
-                if number not in store.records(cell.name) and (not given.once or measures.is_transient(cell, number)):
+                if number not in store.records(cell.name) and measures.kind_of(cell, number) in given.kinds:
                     yield cell.name, lambda cell=cell, number=number: measures.injection(cell, number)
+
+
+def model_work(measures: Measure, store: Store, given: object) -> Iterator[Work]:
+    """Yield what is missing of models of other structures, model by model."""
+    for model in given.models:
+        of_presets = [cells_of_model(model, preset) for preset in given.presets]
+        config = of_presets[0][0].config
+        for preset in given.presets:
+            yield f"{config.name}/intervals", lambda c=config, preset=preset: measures.intervals(c, preset)
+        plans = [plan(cells, given.kinds, given.injections, RANKS) for cells in of_presets]
+        for cell, number in itertools.chain.from_iterable(zip(*plans, strict=True)):  # presets in turn
+            if number not in store.records(cell.name):
+                yield cell.name, lambda cell=cell, number=number: measures.injection(cell, number)
+        for preset in given.presets if given.overhead else ():
+            name = f"{config.name}/overhead-{preset}/all"
+            number = len(store.records(name))
+            yield name, lambda c=config, p=preset, n=number: measures.overhead(c, p, "all", n, given.overhead)
 
 
 def timed_config(given: object) -> Config:

@@ -8,8 +8,10 @@ A cell is ``CONFIG/KIND/WHAT``: ``gpt-ddp-float32/standard/gemm_forward`` holds 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -17,7 +19,7 @@ from typing import Any
 from everstep_trainer.sdc.presets import PRESETS
 
 from bench.sdc.checkpoints import Checkpoints, Hop
-from bench.sdc.injection import Injection, Site, draw
+from bench.sdc.injection import DETECTORS, Injection, Site, draw
 from bench.sdc.judging import Judgement, Outcome, Statement, judge_all, judge_replicas
 from bench.sdc.models import Config
 from bench.sdc.peers import Thresholds
@@ -33,6 +35,9 @@ OTHERS = (
     "mlp-ddp-float32",
     "convnet-ddp-float32",
 )
+MODELS = ("vit", "lstm", "moe", "unet")
+"""Models of other structures, which are measured at all places by permanent faults alone."""
+WITHOUT_ATTENTION = ("lstm",)
 SITES_OF_OTHERS = (Site.GEMM_FORWARD, Site.GEMM_WEIGHT_GRADIENT, Site.ACTIVATIONS, Site.MOMENTS)
 PEER_SITES = (Site.GEMM_FORWARD, Site.GEMM_WEIGHT_GRADIENT, Site.PARAMETERS)
 MEASURED_PRESETS = ("light", "standard", "paranoid")
@@ -80,6 +85,30 @@ def default_cells() -> Iterator[Cell]:
     recomputed = Config.parse("gpt-ddp-float32-recompute")
     for site in (Site.ACTIVATIONS, Site.GEMM_FORWARD):
         yield Cell(recomputed, "peers", site)
+
+
+def cells_of_model(model: str, preset: str) -> list[Cell]:
+    """Return the cells of a model with faults at all places that it has."""
+    config = Config.parse(f"{model}-ddp-float32")
+    absent = (*DETECTORS, *([Site.ATTENTION] if model in WITHOUT_ATTENTION else []))
+    return [Cell(config, preset, site) for site in Site if site not in absent]
+
+
+def plan(cells: list[Cell], kinds: Collection[str], count: int, ranks: int) -> list[tuple[Cell, int]]:
+    """Return ``count`` injections of these kinds as cells and numbers, cell by cell in turn."""
+    chosen = ((cell, number) for number in itertools.count() for cell in cells if kind_of(cell, number, ranks) in kinds)
+    return list(itertools.islice(chosen, count))
+
+
+def kind_of(cell: Cell, number: int, ranks: int) -> str:
+    """Return whether an injection of a cell is permanent or acts once."""
+    return "permanent" if drawn(cell, number, ranks).is_permanent else "once"
+
+
+def drawn(cell: Cell, number: int, ranks: int) -> Injection:
+    """Return an injection of a cell: the same under all presets, and without a chain."""
+    site = Site(cell.what)
+    return draw(f"{cell.config.name}/{site}", site, number, ranks)
 
 
 def choose(patterns: list[str]) -> list[Cell]:
@@ -160,13 +189,14 @@ class Measure:
             self._checkpoints = self._checkpoints or Checkpoints(cell.config.model)
             self._store.add(cell.name, number, self._checkpoints.record(Hop(cell.what), number))
             return
-        injection = self._drawn(cell, number)
+        injection = drawn(cell, number, self._ranks.world)
         self._share_reference(cell.config)
         if cell.kind == "peers":
             self._store.add(cell.name, number, self._before_peers(cell.config, injection))
             return
         intervals = self.intervals(cell.config, cell.kind)
         phase = injection.seed % 9973 / 9973
+        began = time.monotonic()
         try:
             results = self._ranks.call(cell.config, "run", injection, intervals, phase, self.window(cell.config))
         except RankFailed as failure:
@@ -174,20 +204,16 @@ class Measure:
             record = {"failed": str(failure).strip().splitlines()[-1], "rank": injection.rank, "changed_step": 0}
             self._store.add(cell.name, number, record)
             return
-        self._store.add(cell.name, number, outcome_of(injection, results))
+        record = outcome_of(injection, results)
+        self._store.add(cell.name, number, {**record, "seconds": round(time.monotonic() - began, 2)})
 
-    def is_transient(self, cell: Cell, number: int) -> bool:
-        """Return whether an injection of a cell acts once."""
-        return cell.kind != "checkpoint" and not self._drawn(cell, number).is_permanent
-
-    def _drawn(self, cell: Cell, number: int) -> Injection:
-        """Return an injection of a cell: the same under all presets, and without a chain."""
-        site = Site(cell.what)
-        return draw(f"{cell.config.name}/{site}", site, number, self._ranks.world)
+    def kind_of(self, cell: Cell, number: int) -> str:
+        """Return whether an injection of a cell is permanent or acts once; damaged checkpoints are permanent."""
+        return "permanent" if cell.kind == "checkpoint" else kind_of(cell, number, self._ranks.world)
 
     def loss_after_miss(self, cell: Cell, number: int) -> None:
         """Record the final loss of a run that no chain watches, for an injection that the chain has missed."""
-        injection = self._drawn(cell, number)
+        injection = drawn(cell, number, self._ranks.world)
         self._share_reference(cell.config)
         results = self._ranks.call(cell.config, "run", injection, {}, 0.0, self.window(cell.config))
         self._store.add(_harm(cell), number, {"final_loss": _number(results[0].final_loss)})

@@ -18,7 +18,7 @@ import torch
 from everstep_trainer.sdc.audit import is_in_backward
 from torch import nn
 
-from bench.sdc.models import Stack
+from bench.sdc.networks import Network
 from bench.sdc.sites import local
 
 MARGIN = 1.25
@@ -45,7 +45,7 @@ class StepSignals:
 class PeerSignals:
     """The readings of one rank. It reads each step as other detectors do: in full."""
 
-    def __init__(self, inner: Stack, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, inner: Network, optimizer: torch.optim.Optimizer) -> None:
         self._inner, self._optimizer = inner, optimizer
         self._norm = 0.0
         self._forward: dict[int, int] = {}

@@ -15,8 +15,9 @@ import matplotlib as mpl
 mpl.use("Agg")
 from matplotlib import pyplot as plt
 
-from bench.sdc.cells import MAIN, MEASURED_PRESETS, PEER_SITES, Cell
+from bench.sdc.cells import MAIN, MEASURED_PRESETS, PEER_SITES, Cell, cells_of_model
 from bench.sdc.injection import DETECTORS, MEMORY, Site
+from bench.sdc.models import Config
 from bench.sdc.peers import PEERS
 from bench.sdc.store import Store
 from bench.table import Row
@@ -33,6 +34,8 @@ COMPUTE = (
 )
 MANY_PASSES = 6
 """Passes of blocks in a step, roughly: a fault with as many activations a step is active in each pass."""
+MODEL_MARKS = {"light": (95, 98), "standard": (97, 99)}
+"""Floor and aim of the share that a preset catches on models of other structures."""
 WITHIN_STEPS = (50, 100, 200, 400, 800)
 Record = dict[str, Any]
 OURS, THEIRS = "#2a6f97", "#b0b7bf"
@@ -83,6 +86,42 @@ class Report:
         """Return the injections of these sites that changed parameters."""
         found = (record for site in sites for record in self._store.records(f"{config}/{kind}/{site}").values())
         return [one for one in found if one["changed_step"]]  # a run that failed has none
+
+    def model_rows(self, models: Iterable[str], presets: Iterable[str], kinds: Iterable[str]) -> list[Row]:
+        """Return what presets catch on models of other structures, of injections of these kinds."""
+        rows, models = [], list(models)
+        for preset in presets:
+            marks = MODEL_MARKS.get(preset, (None, None))
+            everything: list[Record] = []
+            for model in models:
+                tried = [r for cell in cells_of_model(model, preset) for r in self._store.records(cell.name).values()]
+                tried = [one for one in tried if "failed" in one or _kind(one) in kinds]
+                everything += tried
+                rows += self._model_rows(f"{model}, {preset}", tried)
+                cost = self.overhead(Config.parse(f"{model}-ddp-float32").name, preset, "all")
+                if cost is not None:
+                    rows.append(Row(f"{model}, {preset}: overhead", cost, "% of a step"))
+            changed = [one for one in everything if one["changed_step"]]
+            rows.append(share_row(f"{preset}, all models: faults caught", *_hits(changed), *marks))
+            named = [one for one in changed if one["caught_by"]]
+            right = sum(one["named"] == one["rank"] for one in named)
+            rows.append(share_row(f"{preset}, all models: of the caught, the rank named", right, len(named)))
+            struck = sum(bool(one.get("honest_strikes") or one.get("honest_convicted")) for one in everything)
+            rows.append(Row(f"{preset}, all models: honest ranks with a strike", struck, "", 0, 0))
+            failed = sum("failed" in one for one in everything)
+            rows.append(Row(f"{preset}, all models: runs ended by an error", failed, "", 0, 0))
+        return rows
+
+    def _model_rows(self, name: str, tried: list[Record]) -> list[Row]:
+        changed = [one for one in tried if one["changed_step"]]
+        latencies = [one["latency"] for one in changed if one["caught_by"]]
+        by = Counter(one["caught_by"] for one in changed if one["caught_by"])
+        text = ", ".join(f"{link} {count}" for link, count in by.most_common())
+        late = f"median {median(latencies):.0f} steps; " if latencies else ""
+        rows = [share_row(f"{name}: faults caught", *_hits(changed), more=late + text)]
+        if seconds := [one["seconds"] for one in tried if "seconds" in one]:
+            rows.append(Row(f"{name}: time of an injection", sum(seconds) / len(seconds), "s"))
+        return rows
 
     def _preset_rows(self, preset: str) -> list[Row]:
         judged = preset == "standard"
@@ -261,6 +300,10 @@ def _draw_share(axes: plt.Axes, at: float, hits: int, of: int, colour: str) -> f
     errors = [[share - 100 * low], [100 * high - share]]
     axes.errorbar([at], [share], yerr=errors, fmt="o", color=colour, capsize=3)
     return share
+
+
+def _kind(record: Record) -> str:
+    return "permanent" if record["probability"] else "once"
 
 
 def _by_duration(records: Iterable[Record]) -> tuple[list[Record], list[Record]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,18 +18,19 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
+from torch.nn.modules import rnn
 from torch.optim import adam
 from torch.utils.hooks import RemovableHandle
 
 from bench.sdc.injection import Fault, Site
-from bench.sdc.models import Stack
+from bench.sdc.networks import Network
 
 
 class FaultySite:
     """The place where a fault acts. ``install`` prepares it for a run of steps; the other methods are called in each
     step where their names say."""
 
-    def __init__(self, fault: Fault, model: nn.Module, inner: Stack, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, fault: Fault, model: nn.Module, inner: Network, optimizer: torch.optim.Optimizer) -> None:
         self.fault, self.model, self.inner, self.optimizer = fault, model, inner, optimizer
         self.is_in_passes = False
 
@@ -73,14 +75,39 @@ class _Tap(torch.autograd.Function):
 
 
 class _Products(FaultySite):
-    """Products of linear layers and convolutions. They are wrong in audits, too: the same hardware does them."""
+    """Products of linear layers, convolutions and recurrent layers.
+
+    They are wrong in audits, too: the same hardware does them. A recurrent layer is one call, whose outputs are hit.
+    """
 
     site = Site.GEMM_FORWARD
 
     @contextmanager
     def install(self) -> Iterator[None]:
-        with patched(functional, "linear", self._wrap), patched(functional, "conv2d", self._wrap):
+        with (
+            patched(functional, "linear", self._wrap),
+            patched(functional, "conv2d", self._wrap),
+            patched(rnn, "_VF", self._wrap_recurrent),
+        ):
             yield
+
+    def _wrap_recurrent(self, original: Any) -> Any:
+        return SimpleNamespace(lstm=self._wrap_lstm(original.lstm))
+
+    def _wrap_lstm(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        fault, site = self.fault, self.site
+
+        def lstm(x: torch.Tensor, state: Any, weights: list[torch.Tensor], *more: Any) -> Any:
+            if site is Site.GEMM_INPUT_GRADIENT and x.requires_grad:
+                x = _Tap.apply(x, fault)
+            elif site is Site.GEMM_WEIGHT_GRADIENT:
+                weights = [_Tap.apply(one, fault) if one.requires_grad else one for one in weights]
+            results = original(x, state, weights, *more)
+            if site is Site.GEMM_FORWARD:
+                fault.corrupt(results[0])
+            return results
+
+        return lstm
 
     def _wrap(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         fault, site = self.fault, self.site

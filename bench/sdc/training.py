@@ -471,13 +471,13 @@ class Training:
             chain._update_number = step + offset  # runs leave out steps, and go back
             chain.begin_step(step + offset)
         seed_step(seed, step, self.rank)
-        inputs, targets = batch_of(self.config.model, seed, step, self.rank)
+        batch = batch_of(self.config.model, seed, step, self.rank)
         with ExitStack() as stack:
             stack.enter_context(self.config.autocast())
             if site is not None:
                 site.is_in_passes = True
                 stack.enter_context(site.forward_pass())
-            loss: torch.Tensor = self.model(inputs, targets)
+            loss: torch.Tensor = self.model(*batch)
         if site is not None:
             site.before_backward()
         loss.backward()

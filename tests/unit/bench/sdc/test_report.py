@@ -71,3 +71,18 @@ def test_interval_of_no_miss_in_300_is_about_a_percent() -> None:
     low, high = wilson(300, 300)
     assert low == pytest.approx(0.987, abs=0.001)
     assert high == pytest.approx(1)
+
+
+def test_model_rows_count_the_kinds_asked_for(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    cell = "vit-ddp-float32/light/attention"
+    store.add(cell, 0, record("peer_replay", seconds=2.0))
+    store.add(cell, 1, record(seconds=4.0))
+    store.add(cell, 2, record(probability=0.0))
+    rows = {row.name: row for row in Report(store).model_rows(["vit"], ["light"], ["permanent"])}
+    assert rows["vit, light: faults caught"].value == 50
+    assert rows["vit, light: time of an injection"].value == 3.0
+    assert rows["light, all models: faults caught"].against.startswith("1 of 2")
+    assert rows["light, all models: faults caught"].met == "no"
+    once = {row.name: row for row in Report(store).model_rows(["vit"], ["light"], ["once"])}
+    assert once["vit, light: faults caught"].against.startswith("0 of 1")
