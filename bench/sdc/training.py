@@ -25,6 +25,7 @@ from everstep_trainer.sdc.updates import UpdateAudit
 from bench.sdc.injection import DETECTORS, MEMORY, Fault, Injection, Site
 from bench.sdc.judging import Judgement, Outcome, Statement, judge_all, node_of
 from bench.sdc.models import Config, batch_of, build
+from bench.sdc.overhead import Timing, time_presets
 from bench.sdc.peers import PeerSignals, StepSignals
 from bench.sdc.sites import SITES, FaultySite, local
 from everstep.vocabulary import AuditLink
@@ -376,6 +377,10 @@ class Training:
                 for of_all, one in zip(seconds, taken, strict=True):
                     of_all.append(one / block_steps)
         return seconds
+
+    def time_presets(self, step_s: float, seconds: float) -> Timing:
+        """See `bench.sdc.overhead.time_presets`."""
+        return time_presets(self, step_s, seconds)
 
     def _time_turn(self, first: int, steps: int, chain: AuditChain | None = None, offset: int = 0) -> float:
         """Train some steps; return their seconds. ``offset``: of the chain's step numbers. A collective."""
