@@ -137,12 +137,13 @@ def test_stopped_job_resumes_from_storage_automatically(short_path: Path, forks:
         client.stop_job("spilled", reason="to go on later")
         assert node.launcher is not None
         node.launcher.wait(60)
-        steps, newest = short_path / "steps-0", stored()[0]
+        steps, newest = short_path / "steps-0", int(on_storage.whole()[-1].split("-")[1])
+        wait_for(lambda: stored()[0].version.step == newest, "the controller lists the last checkpoint")
         forks.start(load, str(on_storage.folder / on_storage.whole()[-1]), 64).result()
         steps.unlink()
         launch()
         wait_for(lambda: steps.exists() and bool(steps.read_text()), "the first step of the second run")
-        assert int(steps.read_text().split()[0]) == newest.version.step + 1
+        assert int(steps.read_text().split()[0]) == newest + 1
 
 
 SHARDED = """

@@ -48,7 +48,7 @@ IGNORED_FLAGS = {
 """torchrun's flags that are accepted without effect, with the reason that is printed."""
 IGNORED_SWITCHES = frozenset({"run_path", "virtual_local_rank"})
 """Ignored flags that take no value."""
-DEFAULT_SDC: SdcPreset = "off"
+DEFAULT_SDC: SdcPreset = "light"
 """Preset of audits of jobs that ask for none."""
 DEFAULT_LINGER_S = 600.0  # long enough for a scheduler or a person to restart a killed launcher
 _NOT_NEGATIVE = """
@@ -134,7 +134,8 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Steps between digests of the parameters, besides those of versions to be committed. 0: no digests."""
     sdc: Literal["", "off", "light", "standard", "paranoid"] = ""
     """How thoroughly the ranks check each other's work for silent corruption: light takes up to 0.7 % of a step,
-    standard 3 %, paranoid 20 %. standard and paranoid keep two more versions in memory. Default: off."""
+    standard 3 %, paranoid 20 %. standard and paranoid keep two more versions in memory. Default: light, which then
+    only reports."""
     sdc_mode: Literal["", "report", "enforce"] = ""
     """What follows from a difference: report (a finding and an event), or enforce (steps are computed again, and a node
     that computes wrongly leaves). Default: enforce if ``sdc`` is given, else report."""
@@ -332,7 +333,7 @@ class LaunchOptions(LaunchSettings, frozen=True, kw_only=True):
             replicas=self.replicas,
             digest_interval=self.digest_interval,
             sdc=self.sdc or DEFAULT_SDC,
-            sdc_mode=self.sdc_mode or ("enforce" if self.sdc or DEFAULT_SDC == "off" else "report"),
+            sdc_mode=self.sdc_mode or ("enforce" if self.sdc else "report"),
             hang_threshold_s=self.hang_threshold_s,
             work_limit_s=self.work_limit_s,
             max_user_retries=self.user_retries,

@@ -169,9 +169,19 @@ def test_script_exception_ends_the_job_without_user_retries(script: str) -> None
     assert launch_settings(["--user-retries", "2", script], {}).job_spec(1).max_user_retries == 2
 
 
-def test_audits_are_off_unless_asked_for(script: str) -> None:
-    assert launch_settings([script], {}).job_spec(1).sdc == "off"
-    assert launch_settings(["--sdc", "light", script], {}).job_spec(1).sdc == "light"
+@pytest.mark.parametrize(
+    ("flags", "preset", "mode"),
+    [
+        ([], "light", "report"),
+        (["--sdc", "light"], "light", "enforce"),
+        (["--sdc", "off"], "off", "enforce"),
+        (["--sdc-mode", "enforce"], "light", "enforce"),
+        (["--sdc", "standard", "--sdc-mode", "report"], "standard", "report"),
+    ],
+)
+def test_audits_only_report_unless_asked_for(script: str, flags: list[str], preset: str, mode: str) -> None:
+    spec = launch_settings([*flags, script], {}).job_spec(1)
+    assert (spec.sdc, spec.sdc_mode) == (preset, mode)
 
 
 def test_two_replicas_are_the_default(script: str) -> None:
