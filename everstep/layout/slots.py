@@ -162,7 +162,7 @@ def _matching_slots(header: SegmentHeader, clue_at: Callable[[int], SegmentHint 
 #
 # Written by the training thread as a step ends, without a copy: a mark that does not match its digest counts as none::
 #
-#   1024  u64  generation    1032  u64  step    1040  u32  rank    1044  u32  zero
+#   1024  u64  generation    1032  u64  step    1040  u32  rank    1044  u32  1: the loop has ended, else 0
 #   1048  u64  xxh3-64 of the bytes before it
 
 FINISHED_OFFSET = 1024
@@ -170,16 +170,20 @@ _FINISHED_BODY = struct.Struct("<QQII")
 
 
 class FinishedStep(msgspec.Struct, frozen=True):
-    """The last step that a rank has finished in a generation; the step it was restored from before the first."""
+    """The last step that a rank has finished in a generation; the step it was restored from before the first.
+
+    ``is_last``: the rank's loop has ended with this step, and the work after the loop runs.
+    """
 
     generation: int
     step: int
     rank: int
+    is_last: bool = False
 
 
 def write_finished(buffer: memoryview, finished: FinishedStep) -> None:
     """Write the mark into a segment."""
-    body = _FINISHED_BODY.pack(finished.generation, finished.step, finished.rank, 0)
+    body = _FINISHED_BODY.pack(finished.generation, finished.step, finished.rank, finished.is_last)
     raw = body + xxhash.xxh3_64_digest(body)
     buffer[FINISHED_OFFSET : FINISHED_OFFSET + len(raw)] = raw
 
@@ -190,8 +194,8 @@ def read_finished(buffer: memoryview) -> FinishedStep | None:
     at = FINISHED_OFFSET + _FINISHED_BODY.size
     if xxhash.xxh3_64_digest(body) != bytes(buffer[at : at + 8]):
         return None
-    generation, step, rank, _ = _FINISHED_BODY.unpack(body)
-    return FinishedStep(generation, step, rank) if generation else None
+    generation, step, rank, is_last = _FINISHED_BODY.unpack(body)
+    return FinishedStep(generation, step, rank, bool(is_last)) if generation else None
 
 
 # ---- slot header: two equal records, each with its own digest

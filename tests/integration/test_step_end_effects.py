@@ -1,4 +1,4 @@
-"""What a script does at the end of a step is made again if its rank dies in it."""
+"""What a script does at the end of a step, or after its last one, is made again if a rank dies in it."""
 
 from __future__ import annotations
 
@@ -21,16 +21,24 @@ def train(run):
     optimizer = torch.optim.AdamW(model.parameters())
     run.track(model=replicas, optimizer=optimizer)
     for step in run.steps(until=24, seed=1):
-        replicas(torch.randn(4, 8)).square().mean().backward()
+        loss = replicas(torch.randn(4, 8)).square().mean()
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         time.sleep(0.02)
         if step % 8 == 0 and run.rank == 0:
-            if step == 16 and run.generation == 1 and "killed" in sys.argv:
+            if step == 16 and run.generation == 1 and "in-step" in sys.argv:
                 time.sleep(1.0)  # the other rank has finished the step, and stored its version
                 os.kill(os.getpid(), 9)
             with open("saved", "a") as saved:
                 print(step, model.weight.double().sum().item(), file=saved)
+    if run.rank == 1 and run.generation == 1 and "after-loop" in sys.argv:
+        time.sleep(1.0)  # the last version is committed
+        os.kill(os.getpid(), 9)
+    mean = run.mean(loss)
+    if run.rank == 0:
+        with open("mean", "a") as saved:
+            print(step, mean.item(), file=saved)
 
 everstep.main(train)
 """
@@ -44,8 +52,11 @@ def saves(folder: Path, *arguments: str) -> str:
     with launched(folder, *argv, GLOO_SOCKET_IFNAME="lo") as launcher:
         assert launcher.wait() == 0, launcher.err
     assert ("ended with SIGKILL" in launcher.err) is bool(arguments)
-    return (folder / "saved").read_text()
+    return (folder / "saved").read_text() + (folder / "mean").read_text()
 
 
-def test_save_of_a_killed_rank_is_made_again(short_path: Path) -> None:
-    assert saves(short_path / "killed", "killed") == saves(short_path / "calm")
+def test_work_of_a_killed_rank_is_made_again(short_path: Path) -> None:
+    calm = saves(short_path / "calm")
+    assert saves(short_path / "killed", "in-step") == calm
+    repeated = saves(short_path / "after", "after-loop")  # the last step and its save once more
+    assert set(repeated.splitlines()) == set(calm.splitlines())

@@ -729,8 +729,8 @@ class Run:
         """Say that no step follows, in a custom loop; ``steps`` does it after its last step.
 
         A rank may then work for which the others wait, such as saving the model. It is not taken for hung before
-        ``--work-limit-s``. If a rank is lost in that work, the function is called again, with no step left: so that
-        work may only use what is tracked, or what the function makes before its loop.
+        ``--work-limit-s``. If a rank is lost in that work, the function is called again and computes the last step
+        again, if the version before it is left; else it has no step left.
         """
         self._session.on_steps_ended(self._finished_step)
 

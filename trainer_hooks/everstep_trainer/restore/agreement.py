@@ -25,7 +25,13 @@ from everstep.wire.v1.vault_reports import Protection
 from everstep_trainer.memory_tier.vault_client import VaultClient
 from everstep_trainer.restore.fetch import SlotLoader
 from everstep_trainer.restore.local_slots import BadSlot, LocalSlots
-from everstep_trainer.restore.version_choice import VersionChoice, choose_version, is_admitted, only_snapshots
+from everstep_trainer.restore.version_choice import (
+    VersionChoice,
+    choose_version,
+    is_admitted,
+    is_usable,
+    only_snapshots,
+)
 from everstep_trainer.runtime.interrupt import WAIT_SLICE_S
 from everstep_trainer.snapshot.exchange import decode_value, poll_values, put_value, wait_for_values
 from everstep_trainer.state.layout import content_digest
@@ -147,7 +153,7 @@ class RestoreAgreement:
         except EverstepError as error:
             log.warning("this node's vault did not answer the inventory: %s", error, extra=self._log_fields)
             found = ()
-        slots = tuple(slot for slot in found if is_admitted(self._rule, slot.version))
+        slots = tuple(slot for slot in found if is_usable(self._rule, slot.version))
         for slot in slots:
             if not self.knows_manifest(slot.manifest_digest):
                 try:
@@ -240,7 +246,7 @@ class RestoreAgreement:
         except EverstepError as error:
             log.info("no inventory from %s: %s", outside, error, extra=self._log_fields)
             return ()
-        found = tuple(s for s in slots if s.node in outside and is_admitted(self._rule, s.version))
+        found = tuple(s for s in slots if s.node in outside and is_usable(self._rule, s.version))
         for digest, slot in {s.manifest_digest: s for s in found}.items():
             if not self._is_manifest_available(digest) and (body := self._remote_manifest(slot)) is not None:
                 self._publish_manifest(digest, body)
@@ -282,7 +288,7 @@ class RestoreAgreement:
         if made.choice is None:
             raise NotRestorable(made.error)
         version = made.choice.version
-        if version is not None and not is_admitted(self._rule, version):
+        if version is not None and not is_usable(self._rule, version):
             raise NotRestorable(f"rank 0 chose {version}, which the generation's rule does not admit")
         return made.choice
 

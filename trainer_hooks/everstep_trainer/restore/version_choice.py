@@ -30,13 +30,25 @@ class VersionChoice(msgspec.Struct, frozen=True):
     version: Version | None
     slots: tuple[SlotInfo, ...]
     sentence: str
-    unfinished: str = ""  # which ranks had not come to the end of the newest complete version's step
-    repeats: bool = False  # an earlier version was chosen for that, so that the step is computed again
+    unfinished: str = ""  # why the step of the newest complete version should be computed again
+    repeats: bool = False  # an earlier version was chosen for that
 
 
 def only_snapshots(slots: Iterable[SlotInfo]) -> tuple[SlotInfo, ...]:
     """Return the slots that are no DCP checkpoints."""
     return tuple(slot for slot in slots if slot.rank < FIRST_CHECKPOINT_RANK)
+
+
+def is_usable(rule: RestoreRule, version: Version) -> bool:
+    """Return whether the rule allows this version, or allows to repeat the steps from it to the committed version."""
+    return is_admitted(rule, version) or _precedes_floor(rule, version)
+
+
+def _precedes_floor(rule: RestoreRule, version: Version) -> bool:
+    """Return whether the committed version follows this one by few steps of the same generation."""
+    if rule.from_scratch or rule.floor is None or version.generation != rule.floor.generation:
+        return False
+    return 0 < rule.floor.step - version.step <= MAX_REPEATED_STEPS
 
 
 def is_admitted(rule: RestoreRule, version: Version) -> bool:
@@ -52,25 +64,30 @@ def choose_version(rule: RestoreRule, slots: Sequence[SlotInfo], manifest_of: Ma
     ever committed or the rule names a checkpoint on storage. Raises NotRestorable, saying what each version lacks."""
     if rule.from_scratch:
         return VersionChoice(None, (), "the generation starts from scratch")
-    admitted: dict[Version, list[SlotInfo]] = defaultdict(list)
+    usable: dict[Version, list[SlotInfo]] = defaultdict(list)
     for slot in slots:
-        if is_admitted(rule, slot.version):
-            admitted[slot.version].append(slot)
+        if is_usable(rule, slot.version):
+            usable[slot.version].append(slot)
     gaps: list[str] = []
     unfinished: VersionChoice | None = None
-    for version, holders in sorted(admitted.items(), reverse=True):
+    ended = ""  # why no step would be left after the version of ``unfinished``
+    for version, holders in sorted(usable.items(), reverse=True):
         if unfinished is not None and not _may_repeat(version, unfinished):
             break
+        if not (ended or is_admitted(rule, version)):
+            continue
         gap = describe_missing(holders, manifest_of)
         behind = "" if gap or version == rule.floor else describe_unfinished(version, slots)
+        if not gap and not behind and unfinished is None:
+            behind = ended = describe_ended(version, slots)
         if not gap and not behind:
             choice = _chosen(rule, version, holders, gaps)
             return replace(choice, unfinished=unfinished.unfinished, repeats=True) if unfinished else choice
         if behind and unfinished is None:
             unfinished = replace(_chosen(rule, version, holders, gaps), unfinished=behind)
         gaps.append(f"{version}: {gap or behind}")
-    if unfinished is not None:
-        return unfinished
+    if unfinished is not None:  # the work after the loop is made again from the last version as well
+        return replace(unfinished, unfinished="") if ended else unfinished
     if rule.floor is None:
         sentence = f"no version is complete, and none was committed: from scratch ({'; '.join(gaps)})"
         return VersionChoice(None, (), sentence)
@@ -113,6 +130,17 @@ def describe_unfinished(version: Version, slots: Sequence[SlotInfo]) -> str:
     rank, node = behind[0]
     more = f" and {len(behind) - 1} more" if len(behind) > 1 else ""
     return f"rank {rank} on {node}{more} had not come to the end of step {version.step}"
+
+
+def describe_ended(version: Version, slots: Sequence[SlotInfo]) -> str:
+    """Return that the loop of a rank had ended with the step of ``version``, in words; empty if none had.
+
+    From that version no step is left, so that what the function does after its loop would find no value of the loop.
+    """
+    mark = Version(version.generation, version.step)
+    if not any(slot.is_last_step and slot.finished == mark for slot in slots):
+        return ""
+    return f"step {version.step} was the last one, and what follows the loop may need what the step computes"
 
 
 def _may_repeat(version: Version, unfinished: VersionChoice) -> bool:

@@ -131,9 +131,11 @@ def test_storage_is_chosen_only_without_a_version_in_memory() -> None:
     assert choice.sentence.endswith("the job restores /stored/job/step-00000005-g1")
 
 
-def finished(slots: Sequence[SlotInfo], rank: int, step: int, generation: int = 1) -> list[SlotInfo]:
+def finished(
+    slots: Sequence[SlotInfo], rank: int, step: int, generation: int = 1, *, is_last: bool = False
+) -> list[SlotInfo]:
     """The slots, whose rank ``rank`` noted that step as its last finished one."""
-    mark = {"finished": Version(generation, step), "finished_by": rank}
+    mark = {"finished": Version(generation, step), "finished_by": rank, "is_last_step": is_last}
     return [msgspec.structs.replace(one, **mark) if one.rank == rank else one for one in slots]
 
 
@@ -156,6 +158,27 @@ def test_unfinished_step_is_named_without_earlier_version() -> None:
         choice = choose_version(RestoreRule(floor=early), finished(slots, 0, 9), manifest_of)
         assert (choice.version, choice.repeats) == (MIDDLE, False)
         assert choice.unfinished == "rank 0 on n0 had not come to the end of step 10"
+
+
+@pytest.mark.parametrize("floor", [Version(1, 1), OLD, MIDDLE])
+def test_last_step_is_repeated_for_the_work_after_it(floor: Version) -> None:
+    slots = finished(both(Version(1, 1), OLD, MIDDLE), 1, 10, is_last=True)
+    choice = choose_version(RestoreRule(floor=floor), slots, manifest_of)
+    assert (choice.version, choice.repeats) == (OLD, True)
+    assert choice.unfinished.startswith("step 10 was the last one")
+
+
+@pytest.mark.parametrize("earlier", [Version(1, 1), Version(0, 9)])
+def test_last_step_stays_without_earlier_version(earlier: Version) -> None:
+    """A version too old, or of another generation, whose steps may have been undone."""
+    slots = finished(both(earlier, MIDDLE), 1, 10, is_last=True)
+    choice = choose_version(RestoreRule(floor=MIDDLE), slots, manifest_of)
+    assert (choice.version, choice.repeats, choice.unfinished) == (MIDDLE, False, "")
+
+
+def test_version_before_the_commit_is_only_for_repeats() -> None:
+    with pytest.raises(NotRestorable):
+        choose_version(RestoreRule(floor=MIDDLE), finished(both(OLD), 1, 10, is_last=True), manifest_of)
 
 
 def test_committed_version_is_finished_by_all_ranks() -> None:
