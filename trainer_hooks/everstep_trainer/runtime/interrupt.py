@@ -16,7 +16,7 @@ from __future__ import annotations
 import ctypes
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from time import sleep
@@ -207,6 +207,17 @@ def awaited_operation() -> str | None:
 def has_only_collectives_of_all() -> bool:
     """Return whether each collective of this process is one of all ranks: no other group exists, and no message."""
     return not _has_sent_messages and len(dist.distributed_c10d._world.pg_map) == 1
+
+
+def wait_for_audit_messages(works: Iterable[dist.Work]) -> None:
+    """Wait for messages of audits, which leave no rank behind: the script itself has sent none by them."""
+    global _has_sent_messages
+    before = _has_sent_messages
+    try:
+        for work in works:
+            work.wait()
+    finally:
+        _has_sent_messages = before
 
 
 def _wait_in_slices(work: dist.Work, timeout: timedelta | None = None) -> bool:

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from everstep_trainer.parallel.exact.summation import all_gather
+from everstep_trainer.runtime.interrupt import wait_for_audit_messages
 from everstep_trainer.state.python_value_codec import dtype_of
 
 
@@ -87,8 +88,7 @@ def _transfer(
         operations += [dist.P2POp(dist.isend, one, to) for one in sent if one.numel()]
     if source is not None:
         operations += [dist.P2POp(dist.irecv, one, source) for one in received if one.numel()]
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()
+    wait_for_audit_messages(dist.batch_isend_irecv(operations) if operations else ())
 
 
 def all_gather_numbers(numbers: Sequence[int], world_size: int, device: torch.device) -> list[list[int]]:

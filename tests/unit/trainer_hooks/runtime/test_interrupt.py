@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from everstep_trainer.runtime import interrupt
 from everstep_trainer.runtime.interrupt import Interrupter, Regroup
 from torch.nn.modules import module as torch_modules
 
@@ -240,3 +241,16 @@ def test_an_atomic_section_may_call_modules(interrupter, elsewhere):
 
 def test_exception_handlers_let_regroup_pass():
     assert not issubclass(Regroup, Exception)
+
+
+def test_messages_of_audits_are_not_the_scripts(monkeypatch):
+    """A rank that waits for ranks that returned is recognised by the collectives of a script without messages."""
+    noted: list[bool] = []
+
+    class Message:
+        def wait(self) -> None:
+            monkeypatch.setattr(interrupt, "_has_sent_messages", True)  # as waiting for any message does
+            noted.append(interrupt.has_only_collectives_of_all())
+
+    interrupt.wait_for_audit_messages([Message()])
+    assert (noted, interrupt._has_sent_messages) == ([False], False)
