@@ -125,8 +125,9 @@ def test_script_survives_a_loss_after_its_last_step(short_path: Path, work: str)
 
 
 def test_variable_of_the_finished_loop_is_explained(short_path: Path) -> None:
+    """After a second loss there, no version before the last step is left."""
     (shown,) = scripts("docs/how-to/ddp.md")
-    (short_path / "train.py").write_text(end_with(shown, UNBOUND))
+    (short_path / "train.py").write_text(end_with(shown, UNBOUND.replace("generation == 1", "generation < 3")))
     argv = ["--nproc-per-node", "2", "--state-dir", str(short_path / "state"), "train.py"]
     with launched(short_path, *argv, GLOO_SOCKET_IFNAME="lo") as launcher:
         assert launcher.wait() == 1, launcher.err

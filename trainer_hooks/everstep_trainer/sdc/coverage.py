@@ -50,7 +50,7 @@ class Coverage:
         named = _modules_with_parameters(self._setup.objects)
         checked = {id(module) for audit in self._audits for module in audit.checked_modules()}
         missing = {name: module for name, module in named.items() if id(module) not in checked}
-        clauses = [f"all {len(named)} modules with parameters are checked"]
+        clauses = ["all modules with parameters are checked"]
         if missing:
             clauses = [f"{len(missing)} of {len(named)} modules with parameters are not checked: {self._list(missing)}"]
         clauses += [*self._gaps, *(gap for audit in self._audits for gap in audit.gaps())]
