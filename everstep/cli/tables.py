@@ -381,7 +381,7 @@ def _audits(audits: op.JobAudits) -> RenderableType:
     only = " (report only)" if audits.preset != "off" and audits.mode == "report" else ""
     lines = [("audits", f"{audits.preset}{only}")]
     lines += [(f"audit {link} is off", why) for link, why in audits.off.items()]
-    lines += [("digests are not compared", audits.votes_off)] if audits.votes_off else []
+    lines += [("digests are not compared", audits.voting_off_reason)] if audits.voting_off_reason else []
     lines += [("not compared", why) for why in audits.not_compared]
     lines += [("reported", sentence) for sentence in audits.reports]
     lines += [("withdrawn", sentence) for sentence in audits.withdrawn]

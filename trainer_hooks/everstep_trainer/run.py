@@ -599,7 +599,7 @@ class Run:
             require_checkpoints: Raise OutOfSlotMemory if a node has no memory for checkpoints, instead of training
                 without. The error comes from ``track`` or, if an optimizer has no state yet, before the second step
                 changes anything.
-            sdc: How thoroughly the ranks check each other's work for silent corruption: "off", "light" (0.7 % of a
+            sdc: How thoroughly the ranks check each other's work for silent corruption: "off", "light" (1 % of a
                 step), "standard" (3 %) or "paranoid" (20 %). Default: as ``everstep-launch --sdc`` says. The launcher's
                 ``--sdc-mode`` says what follows from a difference.
             sdc_links: Changes to single links of that preset, such as ``{"peer_replay": {"interval": 10}}``, which

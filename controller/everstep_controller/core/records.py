@@ -595,7 +595,7 @@ class JobAudits(msgspec.Struct, kw_only=True):
     not_compared: dict[str, str] = {}
     """Pairs of kinds of nodes whose results were not compared, each with a sentence for people. At most
     ``MAX_KIND_PAIRS``."""
-    votes_off: str = ""
+    voting_off_reason: str = ""
     """Why digests of replicas are not compared for the rest of the job, as a sentence; empty while they are."""
 
 

@@ -525,7 +525,7 @@ def _job_audits(record: JobRecord) -> op.JobAudits:
         not_compared=tuple(found.not_compared.values()),
         reports=tuple(found.reports),
         withdrawn=tuple(found.withdrawn),
-        votes_off=found.votes_off,
+        voting_off_reason=found.voting_off_reason,
     )
 
 

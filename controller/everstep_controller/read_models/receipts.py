@@ -179,8 +179,8 @@ def audit_notes(audits: JobAudits) -> Iterator[str]:
     yield from audits.withdrawn
     yield from audits.reports
     yield from audits.off.values()
-    if audits.votes_off:
-        yield audits.votes_off
+    if audits.voting_off_reason:
+        yield audits.voting_off_reason
     yield from audits.not_compared
 
 

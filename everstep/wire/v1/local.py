@@ -389,7 +389,7 @@ class SlotInfo(Message, frozen=True, kw_only=True, array_like=True):
     ``path`` and ``slot`` are meaningless.
     ``finished``: the last generation and step that the segment's rank has finished, as it noted itself; None if that
     is not known. The step may be older or newer than that of ``version``. ``finished_by`` is the rank.
-    ``is_last_step``: the rank's loop has ended with that step.
+    ``loop_ended``: the rank's loop has ended with that step.
     """
 
     node: NodeId
@@ -402,7 +402,7 @@ class SlotInfo(Message, frozen=True, kw_only=True, array_like=True):
     parity_group: ParityGroup | None = None
     finished: Version | None = None
     finished_by: Rank = 0
-    is_last_step: bool = False
+    loop_ended: bool = False
 
     def is_on(self, node: str) -> bool:
         """Return whether its file is on that node."""

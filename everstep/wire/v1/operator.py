@@ -239,7 +239,7 @@ class JobAudits(Message, frozen=True, kw_only=True):
         not_compared: Nodes whose results are not compared, and why.
         reports: Newest differences, if audits only report.
         withdrawn: Newest suspicions against nodes that were withdrawn.
-        votes_off: Why digests of replicas are not compared any more; empty while they are.
+        voting_off_reason: Why digests of replicas are not compared any more; empty while they are.
     """
 
     preset: SdcPreset = "off"
@@ -248,7 +248,7 @@ class JobAudits(Message, frozen=True, kw_only=True):
     not_compared: tuple[str, ...] = ()
     reports: tuple[str, ...] = ()
     withdrawn: tuple[str, ...] = ()
-    votes_off: str = ""
+    voting_off_reason: str = ""
 
 
 class JobDetail(Message, frozen=True, kw_only=True):

@@ -79,7 +79,7 @@ class Fencing(Checker):
                 self._commit(effect.doc.job, effect.doc.version)
                 self._compared(effect.doc)
             elif isinstance(effect, PutJob):
-                self._votes_off[effect.doc.job] = bool(effect.doc.audits.votes_off)
+                self._votes_off[effect.doc.job] = bool(effect.doc.audits.voting_off_reason)
 
     def _sealed(self, seal: VersionSealed) -> None:
         name = seal.job, seal.version

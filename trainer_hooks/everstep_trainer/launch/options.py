@@ -133,7 +133,7 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
     digest_interval: int = 50
     """Steps between digests of the parameters, besides those of versions to be committed. 0: no digests."""
     sdc: Literal["", "off", "light", "standard", "paranoid"] = ""
-    """How thoroughly the ranks check each other's work for silent corruption: light takes up to 0.7 % of a step,
+    """How thoroughly the ranks check each other's work for silent corruption: light takes up to 1 % of a step,
     standard 3 %, paranoid 20 %. standard and paranoid keep two more versions in memory. Default: light, which then
     only reports."""
     sdc_mode: Literal["", "report", "enforce"] = ""

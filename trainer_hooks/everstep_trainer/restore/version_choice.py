@@ -79,7 +79,7 @@ def choose_version(rule: RestoreRule, slots: Sequence[SlotInfo], manifest_of: Ma
         gap = describe_missing(holders, manifest_of)
         behind = "" if gap or version == rule.floor else describe_unfinished(version, slots)
         if not gap and not behind and unfinished is None:
-            behind = ended = describe_ended(version, slots)
+            behind = ended = describe_loop_end(version, slots)
         if not gap and not behind:
             choice = _chosen(rule, version, holders, gaps)
             return replace(choice, unfinished=unfinished.unfinished, repeats=True) if unfinished else choice
@@ -132,13 +132,13 @@ def describe_unfinished(version: Version, slots: Sequence[SlotInfo]) -> str:
     return f"rank {rank} on {node}{more} had not come to the end of step {version.step}"
 
 
-def describe_ended(version: Version, slots: Sequence[SlotInfo]) -> str:
+def describe_loop_end(version: Version, slots: Sequence[SlotInfo]) -> str:
     """Return that the loop of a rank had ended with the step of ``version``, in words; empty if none had.
 
     From that version no step is left, so that what the function does after its loop would find no value of the loop.
     """
     mark = Version(version.generation, version.step)
-    if not any(slot.is_last_step and slot.finished == mark for slot in slots):
+    if not any(slot.loop_ended and slot.finished == mark for slot in slots):
         return ""
     return f"step {version.step} was the last one, and what follows the loop may need what the step computes"
 

@@ -35,21 +35,21 @@ class LinkOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 OFF = LinkOptions()
 
-# The shares of a preset add up to what it may cost at most: 0.7, 3 and 20 % of a step. An audit of COLLECTIVE was seen
-# to delay a step by half as much again as its own work takes. GRADIENT_NORM reads the gradients once, which its share
-# allows in every step of most models. CHECKPOINT runs beside training, so it does not count.
+# The shares of a preset add up to the work of its audits: 0.6, 2 and 20 % of a step. On two cores a step was seen to
+# take half as much time again, so that the presets cost 1, 3 and 30 % at most (bench/sdc_overhead). GRADIENT_NORM reads
+# the gradients once, which its share allows every few steps. CHECKPOINT runs beside training, so it does not count.
 PRESETS: Mapping[SdcPreset, Mapping[AuditLink, LinkOptions]] = {
     "off": {},
     "light": {
-        AuditLink.GRADIENT_NORM: LinkOptions(share=0.004),
+        AuditLink.GRADIENT_NORM: LinkOptions(share=0.003),
         AuditLink.PEER_REPLAY: LinkOptions(share=0.003),
     },
     "standard": {
-        AuditLink.MATMUL: LinkOptions(share=0.006),
-        AuditLink.GRADIENT_NORM: LinkOptions(share=0.004),
-        AuditLink.GRADIENT_BUFFER: LinkOptions(share=0.0085),
+        AuditLink.MATMUL: LinkOptions(share=0.004),
+        AuditLink.GRADIENT_NORM: LinkOptions(share=0.003),
+        AuditLink.GRADIENT_BUFFER: LinkOptions(share=0.0045),
         AuditLink.COLLECTIVE: LinkOptions(share=0.001),
-        AuditLink.PEER_REPLAY: LinkOptions(share=0.007),
+        AuditLink.PEER_REPLAY: LinkOptions(share=0.0055),
         AuditLink.UPDATE: LinkOptions(share=0.0015),
         AuditLink.STATE: LinkOptions(share=0.001),
         AuditLink.CHECKPOINT: LinkOptions(share=0.001),

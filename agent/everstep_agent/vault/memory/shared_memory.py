@@ -41,7 +41,7 @@ SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the file system that data loade
 MIN_SHARE_OF_OTHERS_BYTES = 1 << 30
 
 
-def share_of_others(total: int) -> int:
+def bytes_left_to_others(total: int) -> int:
     """Return how many bytes of a /dev/shm of ``total`` bytes the vault never takes.
 
     Data loaders hand their batches over there, and NCCL its buffers. A process that writes to a page that does not fit
@@ -159,7 +159,7 @@ class MemoryBudget:
         found = os.statvfs(next(path for path in places if path.exists()))
         room, larger = found.f_bavail * found.f_frsize, ADVICE_LARGER_FILE_SYSTEM
         if SHARED_MEMORY in places:
-            share = share_of_others(found.f_blocks * found.f_frsize)
+            share = bytes_left_to_others(found.f_blocks * found.f_frsize)
             room = max(0, room - share)
             larger = f"{share} bytes of /dev/shm stay free for the script's data loaders: {ADVICE_LARGER_SHARED_MEMORY}"
         available = [(min(room, _available_memory()), larger)]

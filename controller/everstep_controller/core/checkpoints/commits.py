@@ -180,7 +180,7 @@ def _settle_version(
     """Settle ``version``, which all ranks have sealed. Older versions will not be complete any more."""
     live = transition.state.job_runtime[job.job]
     vote, digests = DigestVote(), ballot.digests
-    if not compare_digests(digests).is_unanimous and not job.audits.votes_off:
+    if not compare_digests(digests).is_unanimous and not job.audits.voting_off_reason:
         kinds = _kinds_of(transition, spec, ballot)
         digests = divide_by_kind(ballot.digests, kinds)
         vote = compare_digests_by_node(digests, spec)
@@ -492,7 +492,7 @@ def roll_back_open_votes(transition: Transition, job: JobRecord) -> None:
     """Before a regroup ends a vote, forbid unverified versions if the digests so far already differ."""
     live = transition.state.job_runtime[job.job]
     spec, seals = job.running_generation, live.commits.seals.items()
-    if spec is None or job.audits.votes_off:
+    if spec is None or job.audits.voting_off_reason:
         return
     unresolved = [v for v, b in seals if b.digests and _differ_within_kinds(transition, spec, b)]
     if not unresolved:

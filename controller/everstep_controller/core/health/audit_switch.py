@@ -53,7 +53,7 @@ def switch_votes_off(
     transition: Transition, job: JobRecord, version: Version | None, sentence: str, ranks: Collection[Rank] = ()
 ) -> None:
     """Compare digests of replicas no more in this job, which goes on. Its versions count as not verified."""
-    job.audits.votes_off = sentence
+    job.audits.voting_off_reason = sentence
     transition.mark_job_changed(job.job)
     data = {"audit": "digests", "version": str(version or ""), "ranks": ", ".join(map(str, sorted(ranks)))}
     transition.audit("audit.switched_off", sentence, job=job.job, generation=job.progress.last_number, data=data)

@@ -135,7 +135,7 @@ def finished(
     slots: Sequence[SlotInfo], rank: int, step: int, generation: int = 1, *, is_last: bool = False
 ) -> list[SlotInfo]:
     """The slots, whose rank ``rank`` noted that step as its last finished one."""
-    mark = {"finished": Version(generation, step), "finished_by": rank, "is_last_step": is_last}
+    mark = {"finished": Version(generation, step), "finished_by": rank, "loop_ended": is_last}
     return [msgspec.structs.replace(one, **mark) if one.rank == rank else one for one in slots]
 
 

@@ -203,7 +203,7 @@ def test_kernel_refusal_during_creation_states_a_fix(
     ("total", "share"), [(64 << 20, 32 << 20), (1 << 30, 512 << 20), (16 << 30, 1 << 30), (512 << 30, 32 << 30)]
 )
 def test_share_of_others_is_half_of_a_small_file_system(total: int, share: int) -> None:
-    assert shared_memory.share_of_others(total) == share
+    assert shared_memory.bytes_left_to_others(total) == share
 
 
 def test_vault_leaves_a_share_of_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -295,7 +295,7 @@ def test_digests_that_never_agree_do_not_fail_the_job() -> None:
     fleet.resume()
     fleet.seal(1, digests={1: "bad"})
     assert fleet.job_state() is JobState.RUNNING
-    assert "must be DTensors, or be tracked under names of their own" in fleet.job().audits.votes_off
+    assert "must be DTensors, or be tracked under names of their own" in fleet.job().audits.voting_off_reason
     fleet.resume()
     fleet.seal(4, digests={1: "bad"})
     fleet.seal(9, digests={1: "bad"})

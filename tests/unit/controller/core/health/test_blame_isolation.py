@@ -260,7 +260,7 @@ def test_ties_after_compute_probes_do_not_fail_the_job() -> None:
         fleet.seal(step, digests={0: "x", 1: "y"})
         fleet.resume(step=step)
     assert fleet.job_state() is JobState.RUNNING
-    assert "that is the 3rd difference without a culprit" in fleet.job().audits.votes_off
+    assert "that is the 3rd difference without a culprit" in fleet.job().audits.voting_off_reason
 
 
 def test_two_cases_waiting_for_partners_are_both_probed() -> None:

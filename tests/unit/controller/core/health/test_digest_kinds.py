@@ -82,7 +82,7 @@ def test_replicas_that_all_differ_are_the_program(votes: str) -> None:
     (sentence,) = audits(fleet.effects, "audit.switched_off")
     assert "layers unfrozen after the model was wrapped, a second forward pass under no_sync" in sentence
     assert "GPU" not in sentence
-    assert fleet.job().audits.votes_off == sentence
+    assert fleet.job().audits.voting_off_reason == sentence
     assert fleet.running().number == 1, "nothing is undone"
     assert not any(record.health.controller_findings for record in fleet.state.nodes.values())
     assert not _seal(fleet, 8, votes, "A" * len(votes))
@@ -94,7 +94,7 @@ def test_third_tie_keeps_both_nodes_suspected_and_shown() -> None:
         _seal(fleet, 4 + number, "xy", "AA")
         fleet.resume(step=4 + number)
     assert fleet.job().is_running
-    assert fleet.job().audits.votes_off
+    assert fleet.job().audits.voting_off_reason
     assert "evict" not in {decision for _, decision in decisions(fleet.effects)}
     key = f"{FindingKind.DIGEST_MISMATCH}/undecided"
     needs = [need for need in list_needs(fleet.state, fleet.now) if need.finding == key]
@@ -112,4 +112,4 @@ def test_slow_ties_add_up() -> None:
         _seal(fleet, 4 + number, "xy", "AA")
         fleet.resume(step=4 + number)
         fleet.advance(2 * fleet.policy.job_failure_window_s, *fleet.state.nodes)
-    assert fleet.job().audits.votes_off
+    assert fleet.job().audits.voting_off_reason
