@@ -69,6 +69,14 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
+    def train(self) -> None:
+        """Track the model, make all steps, and finish."""
+        self.track()
+        for step in self.steps():
+            self.loss(step).backward()
+            self.update()
+        self.finish()
+
     def finish(self, *more: object) -> None:
         """Print the digest of the state."""
         self.work.finish(self.model.state_dict(), self.optimizer.state_dict(), *more)
@@ -86,12 +94,7 @@ def _accumulate(training: Training) -> None:
 
 @style("torch's DistributedDataParallel.")
 def ddp(work: Work) -> None:
-    training = Training(work, DistributedDataParallel)
-    training.track()
-    for step in training.steps():
-        training.loss(step).backward()
-        training.update()
-    training.finish()
+    Training(work, DistributedDataParallel).train()
 
 
 @style("torch's DistributedDataParallel, which gathers the gradients of four micro-batches under no_sync.")
@@ -104,12 +107,7 @@ def ddp_no_sync(work: Work) -> None:
 
 @style("run.replicate on three ranks.", ranks=3)
 def replicate(work: Work) -> None:
-    training = Training(work)
-    training.track()
-    for step in training.steps():
-        training.loss(step).backward()
-        training.update()
-    training.finish()
+    Training(work).train()
 
 
 @style("run.replicate on three ranks, which gathers the gradients of four micro-batches under no_sync.", ranks=3)

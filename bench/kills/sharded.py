@@ -25,24 +25,16 @@ def _shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def _train(training: Training) -> None:
-    training.track()
-    for step in training.steps():
-        training.loss(step).backward()
-        training.update()
-    training.finish()
-
-
 @style("FSDP2.")
 def fsdp2(work: Work) -> None:
-    _train(Training(work, lambda model: _shard(model, work.run.mesh)))
+    Training(work, lambda model: _shard(model, work.run.mesh)).train()
 
 
 @style("HSDP: two replicas of two shards.", ranks=4)
 def hsdp(work: Work) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     work.run.data_parallel(mesh["replicate", "shard"])
-    _train(Training(work, lambda model: _shard(model, mesh)))
+    Training(work, lambda model: _shard(model, mesh)).train()
 
 
 class _Columns(nn.Module):

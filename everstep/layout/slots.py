@@ -172,18 +172,18 @@ _FINISHED_BODY = struct.Struct("<QQII")
 class FinishedStep(msgspec.Struct, frozen=True):
     """The last step that a rank has finished in a generation; the step it was restored from before the first.
 
-    ``is_last``: the rank's loop has ended with this step, and the work after the loop runs.
+    ``loop_ended``: the rank's loop has ended with this step, and the work after the loop runs.
     """
 
     generation: int
     step: int
     rank: int
-    is_last: bool = False
+    loop_ended: bool = False
 
 
 def write_finished(buffer: memoryview, finished: FinishedStep) -> None:
     """Write the mark into a segment."""
-    body = _FINISHED_BODY.pack(finished.generation, finished.step, finished.rank, finished.is_last)
+    body = _FINISHED_BODY.pack(finished.generation, finished.step, finished.rank, finished.loop_ended)
     raw = body + xxhash.xxh3_64_digest(body)
     buffer[FINISHED_OFFSET : FINISHED_OFFSET + len(raw)] = raw
 
@@ -194,8 +194,8 @@ def read_finished(buffer: memoryview) -> FinishedStep | None:
     at = FINISHED_OFFSET + _FINISHED_BODY.size
     if xxhash.xxh3_64_digest(body) != bytes(buffer[at : at + 8]):
         return None
-    generation, step, rank, is_last = _FINISHED_BODY.unpack(body)
-    return FinishedStep(generation, step, rank, bool(is_last)) if generation else None
+    generation, step, rank, loop_ended = _FINISHED_BODY.unpack(body)
+    return FinishedStep(generation, step, rank, bool(loop_ended)) if generation else None
 
 
 # ---- slot header: two equal records, each with its own digest

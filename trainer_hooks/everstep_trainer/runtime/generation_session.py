@@ -275,7 +275,7 @@ class GenerationSession(TrainingSession):
     def plan_steps(self, until: int) -> None:
         self.progress.plan(until)
         if self._snapshotter is not None:
-            self._snapshotter.mark_last_step(False)  # another loop follows
+            self._snapshotter.mark_loop_ended(False)  # another loop follows
         from_storage = self._restored is None and self._restored_step >= until
         if from_storage and self._restored_step and self.group.member.rank == 0:
             message = "step %d is restored from storage, and training ends at step %d: nothing is left to train (raise "
@@ -309,7 +309,7 @@ class GenerationSession(TrainingSession):
     def on_steps_ended(self, step: int) -> None:
         self.progress.end_steps(step)
         if self._snapshotter is not None:
-            self._snapshotter.mark_last_step(True)
+            self._snapshotter.mark_loop_ended(True)
         if self.timeline is not None:  # no step was left here; a second loop may have some
             self._phases_before_step = self._report_resumed(step)
 

@@ -156,7 +156,7 @@ class Snapshotter:
         """Snapshot the state after ``step``, if it is stored, once the previous snapshot is sealed; no changes before
         ``wait`` returns. Waits for the copy, so that the step outlives this process, if state is sharded or unshared
         and not overlapped, or changes without ``wait``. Raises TypeError if tracked state cannot be stored."""
-        self._finished = msgspec.structs.replace(self._finished, step=step, is_last=False)
+        self._finished = msgspec.structs.replace(self._finished, step=step, loop_ended=False)
         self._mark_finished()
         self._pace.end_step(step)
         self._stopwatch.end_step(() if self._scan is None else self._scan.gpus)
@@ -164,10 +164,10 @@ class Snapshotter:
             with self._stopwatch.blocked(has_snapshot=True):
                 self._begin(step)
 
-    def mark_last_step(self, is_last: bool) -> None:
+    def mark_loop_ended(self, loop_ended: bool) -> None:
         """Note whether the loop has ended with the last finished step, so that only the work after it is left."""
-        if self._finished.is_last is not is_last:
-            self._finished = msgspec.structs.replace(self._finished, is_last=is_last)
+        if self._finished.loop_ended is not loop_ended:
+            self._finished = msgspec.structs.replace(self._finished, loop_ended=loop_ended)
             self._mark_finished()
 
     def _mark_finished(self) -> None:

@@ -237,7 +237,7 @@ class SegmentFile:
             manifest_digest=self.view.digests(slot)[0].hex(),
             finished=None if mark is None else Version(mark.generation, mark.step),
             finished_by=0 if mark is None else mark.rank,
-            loop_ended=mark is not None and mark.is_last,
+            loop_ended=mark is not None and mark.loop_ended,
         )
 
 

@@ -103,19 +103,19 @@ def describe_lone_rank(link: AuditLink, sentence: str) -> str:
 
 def describe_ties(link: AuditLink, sentence: str, count: int) -> str:
     """Return what follows where two nodes differ again and again, and no third one decides."""
-    return (
-        f"{sentence}; that is the {_ordinal(count)} difference without a culprit. Either the program is the cause, "
-        f"likely {LIKELY_CAUSES[link]}, or one of these nodes: test their GPUs (`dcgmi diag -r 3`). No node is "
-        f"evicted, and audit {link} is off for the rest of this job"
-    )
+    return _describe_undecided(sentence, count, LIKELY_CAUSES[link], f"audit {link} is off")
 
 
 def describe_vote_ties(sentence: str, count: int) -> str:
     """Return what follows where digests differ again and again without a majority."""
+    return _describe_undecided(sentence, count, VOTE_CAUSES, "digests are not compared")
+
+
+def _describe_undecided(sentence: str, count: int, causes: str, outcome: str) -> str:
     return (
         f"{sentence}; that is the {_ordinal(count)} difference without a culprit. Either the program is the cause, "
-        f"likely {VOTE_CAUSES}, or one of these nodes: test their GPUs (`dcgmi diag -r 3`). No node is evicted, and "
-        "digests are not compared for the rest of this job"
+        f"likely {causes}, or one of these nodes: test their GPUs (`dcgmi diag -r 3`). No node is evicted, and "
+        f"{outcome} for the rest of this job"
     )
 
 
