@@ -20,7 +20,7 @@ QUICK_MINUTES = 0.2
 def main() -> int:
     parser = parser_of("sdc-overhead", __doc__)
     parser.add_argument("--step-ms", type=float, nargs="+", default=[40.0, 80.0], metavar="MS", help="of a step")
-    parser.add_argument("--minutes", type=float, default=6.0, help="for all lengths together, without warming up")
+    parser.add_argument("--minutes", type=float, default=6.0, help="for all presets and lengths, and as long for links")
     parser.add_argument("--ranks", type=int, default=2, help="each with one thread")
     given = parser.parse_args()
     seconds = 60 * (QUICK_MINUTES if given.quick else given.minutes) / len(given.step_ms)

@@ -73,7 +73,8 @@ def is_strided(tensor: torch.Tensor) -> bool:
 class Audit:
     """One link of the chain on one rank in one generation. All ranks call the same methods in the same order.
 
-    A subclass overrides what it needs. ``due``: an audit was planned for this step, on all ranks. The methods run on
+    A subclass overrides what it needs. ``due``: an audit was planned for this step, on all ranks. In other steps a
+    link is called only if it is needed, as ``is_needed`` says. The methods run on
     the training thread, so their time counts as the link's cost, and they may call collectives of the default group
     except in ``begin_step``. Work inside the forward or backward pass goes under ``with self.cost():``, and collectives
     under ``with self.waiting():`` inside of it: what a rank waits there for a slower one, it would else wait for it in
@@ -85,6 +86,8 @@ class Audit:
     def __init__(self, setup: AuditSetup) -> None:
         self.setup = setup
         self.meter = CostMeter(setup.device)
+        self.previous_update = -1
+        """The step with the update before the running one's; the chain sets it."""
 
     @property
     def rounds(self) -> int:
@@ -115,6 +118,10 @@ class Audit:
     def gaps(self) -> Iterable[str]:
         """Return what else this link does not check, each a clause such as ``audit state is off: ...``."""
         return ()
+
+    def is_needed(self, step: int) -> bool:
+        """Return whether the link is called in this step even if it is not due; the same on all ranks."""
+        return False
 
     def begin_step(self, step: int, *, due: bool) -> None:
         """Prepare before the forward pass."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
 from time import perf_counter
 from typing import NamedTuple
 
@@ -28,9 +27,6 @@ log = logging.getLogger(__name__)
 ROTATIONS_UNTIL_CLEAN = 3
 """Audits of each part of a rank's work after which the steps before them count as clean. A fault that is seldom active
 is missed by many audits, so more rotations vouch for more. But a conviction undoes all steps that are not clean yet."""
-IDLE_STEPS_PER_MEASURE = 7
-"""Of the steps in which no link is due, one in so many has the links' costs measured: clocks cost more than links that
-do nothing. A prime number, as programs do something else in each 10th or 16th step."""
 
 
 class AuditChain:
@@ -66,12 +62,12 @@ class AuditChain:
         # Number of the next update. The schedule counts updates: where gradients are accumulated over several steps, a
         # due link stays due until the step with the update, since it might otherwise never be due in one.
         self._update_number = first_step
-        self._due: frozenset[AuditLink] = frozenset()  # in the running step
+        self._due: Collection[AuditLink] = ()  # in the running step
+        self._called: Sequence[Audit] = ()  # in the running step: most steps call none, which would cost time
         self._finished: deque[_FinishedStep] = deque()  # steps whose costs a GPU has not told yet
         self._step_began = 0.0
-        self._is_measured = True  # the running step
         self._unmeasured: tuple[int, dict[AuditLink, StepReading]] | None = None  # until the next step begins
-        self._updated_step = 0
+        self._updated_step = first_step - 1
         self._mismatch_step = 0
         self._say_coverage()
 
@@ -84,24 +80,21 @@ class AuditChain:
             self._unmeasured = None
             self._record_costs()
         self._step_began = now
-        self._due = frozenset(
-            audit.link for audit in self._audits if self._schedule.is_due(audit.link, self._update_number)
-        )
-        self._is_measured = bool(self._due) or self._update_number % IDLE_STEPS_PER_MEASURE == 0
-        if self._is_measured:
-            for audit in self._audits:
-                audit.meter.take()  # of steps that were not measured, or had no update
-        for audit in self._audits:
-            with self._cost_of(audit):
-                audit.begin_step(step, due=audit.link in self._due)
+        due = self._due = self._schedule.due_links(self._update_number)
+        self._called = [audit for audit in self._audits if audit.link in due or audit.is_needed(step)]
+        for audit in self._called:
+            audit.meter.take()  # of steps without an update
+            with audit.cost():
+                audit.begin_step(step, due=audit.link in due)
 
     def before_update(self, step: int) -> None:
         """Check after the backward pass; only the first call of a step counts. A collective."""
         if self._updated_step == step:
             return
-        self._updated_step = step
-        for audit in self._audits:
-            with self._cost_of(audit):
+        previous, self._updated_step = self._updated_step, step
+        for audit in self._called:
+            audit.previous_update = previous
+            with audit.cost():
                 audit.before_update(step, due=audit.link in self._due)
         if self._schedule.is_agreement_due(self._update_number):
             self._agree()
@@ -109,23 +102,22 @@ class AuditChain:
     def update_refused(self, step: int) -> None:
         """Check in place of ``before_update``: on all ranks the guard refused the update of ``step``. A collective."""
         for audit in self._audits:
-            with self._cost_of(audit):
+            with audit.cost():
                 audit.update_refused(step)
 
     def step_finished(self, step: int) -> None:
         """Check after all updates of ``step``. A collective."""
         if self._updated_step != step:  # no update: the gradients were accumulated or skipped, on all ranks
             return
-        for audit in self._audits:
+        for audit in self._called:
             due = audit.link in self._due
-            with self._cost_of(audit):
+            with audit.cost():
                 audit.after_update(step, due=due)
             if due and audit.link in self._rotations and step != self._mismatch_step:
                 self._rotations[audit.link].record(step)
-        measured = self._audits if self._is_measured else ()
-        self._unmeasured = self._update_number, {audit.link: audit.meter.take() for audit in measured}
+        self._unmeasured = self._update_number, {audit.link: audit.meter.take() for audit in self._called}
         self._update_number += 1
-        if self._due & self._rotations.keys():
+        if self._due:
             self._report_clean()
 
     def close(self) -> None:
@@ -138,9 +130,6 @@ class AuditChain:
         self._mismatch_step = self._updated_step
         for rotation in self._rotations.values():
             rotation.spoil()
-
-    def _cost_of(self, audit: Audit) -> AbstractContextManager[None]:
-        return audit.cost() if self._is_measured else _UNMEASURED
 
     def _record_costs(self) -> None:
         """Record the costs of finished steps as far as they are known."""
@@ -178,15 +167,12 @@ class AuditChain:
             log.debug("audits by steps: %s", described)
 
 
-_UNMEASURED = nullcontext()
-
-
 class _FinishedStep(NamedTuple):
-    """A step with an update, its whole time, the links that audited in it, and what was measured of all links."""
+    """A step with an update, its whole time, the links that audited in it, and what was measured of those called."""
 
     update_number: int
     seconds: float
-    due: frozenset[AuditLink]
+    due: Collection[AuditLink]
     readings: Mapping[AuditLink, StepReading]
 
 

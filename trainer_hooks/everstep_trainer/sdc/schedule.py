@@ -49,37 +49,26 @@ class _LinkCost:
         self.interval = options.interval or FIRST_INTERVAL
         self.since = 0  # update from which the interval counts
         self._due_s = deque[float](maxlen=REMEMBERED)
-        self._idle_s = deque[float](maxlen=REMEMBERED)
         self._waits = [UNKNOWN] * REMEMBERED  # negated, each at the place of its audit: the same on all ranks
         self._audits = 0
 
-    def record(self, cost: StepCost, *, due: bool) -> None:
-        if not due:
-            self._idle_s.append(cost.work_s)
-            return
+    def record(self, cost: StepCost) -> None:
         self._due_s.append(cost.work_s)
         self._waits[self._audits % REMEMBERED] = -cost.wait_s
         self._audits += 1
 
     def measures(self) -> list[float]:
-        """Return the work of an audit and of a step without one, and the negated wait in each of the last audits."""
-        return [
-            _trimmed_mean(self._due_s) if self._due_s else UNKNOWN,
-            median(self._idle_s) if self._idle_s else 0.0,
-            *self._waits,
-        ]
+        """Return the work of an audit, and the negated wait in each of the last audits."""
+        return [_trimmed_mean(self._due_s) if self._due_s else UNKNOWN, *self._waits]
 
     def choose(self, measures: Sequence[float], step_s: float) -> int:
-        """Return the smallest interval within the share: cost(due) / n + cost(idle) <= share * step."""
-        work_s, idle_s, *rest = measures
+        """Return the smallest interval within the share: cost / interval <= share * step."""
+        work_s, *rest = measures
         waits_s = [-wait for wait in rest if wait != UNKNOWN]
         if self.options.interval is not None or work_s == UNKNOWN or not waits_s or step_s <= 0.0:
             return self.interval
-        allowed_s = self.options.share * step_s - idle_s
-        if allowed_s <= 0.0:
-            return MAX_INTERVAL
-        due_s = work_s + median(waits_s)
-        return min(MAX_INTERVAL, max(1, math.ceil(max(0.0, due_s - idle_s) / allowed_s)))
+        audit_s, allowed_s = work_s + median(waits_s), self.options.share * step_s
+        return min(MAX_INTERVAL, max(1, math.ceil(audit_s / allowed_s)))
 
 
 class AuditSchedule:
@@ -97,10 +86,13 @@ class AuditSchedule:
             cost.since = first_update + number  # so that not all links are due at the same one
         self._steps_s = deque[float](maxlen=REMEMBERED)
 
-    def is_due(self, link: AuditLink, update: int) -> bool:
-        """Return whether ``link`` audits at this update; the same on all ranks."""
-        cost = self._costs[link]
-        return update >= cost.since and (update - cost.since) % cost.interval == 0
+    def due_links(self, update: int) -> list[AuditLink]:
+        """Return the links that audit at this update; the same on all ranks."""
+        return [
+            link
+            for link, cost in self._costs.items()
+            if update >= cost.since and (update - cost.since) % cost.interval == 0
+        ]
 
     def interval(self, link: AuditLink) -> int:
         """Return the updates from one audit of ``link`` to the next."""
@@ -109,12 +101,19 @@ class AuditSchedule:
     def record_step(
         self, update: int, seconds: float, costs: Mapping[AuditLink, StepCost], due: Collection[AuditLink]
     ) -> None:
-        """Record a finished step: its update, its whole time, what each link took of it, and which links audited."""
+        """Record a finished step.
+
+        Args:
+            update: Its update.
+            seconds: Its whole time.
+            costs: What the links took of it that were called.
+            due: The links that audited in it.
+        """
         if update < self._first_update + WARMUP_STEPS:
             return
         self._steps_s.append(seconds - sum(one.work_s for one in costs.values()))
-        for link, taken in costs.items():
-            self._costs[link].record(taken, due=link in due)
+        for link in due:
+            self._costs[link].record(costs[link])
 
     def is_agreement_due(self, update: int) -> bool:
         """Return whether the ranks agree on new intervals at this update."""

@@ -121,6 +121,9 @@ class StateAudit(Audit):
                 nbytes += ASSUMED_STATE * sum(local_part(parameter).nbytes for parameter in trained)
         return -(-nbytes // self._part_bytes) + 1  # the last part is compared after its audit
 
+    def is_needed(self, step: int) -> bool:
+        return self._watched is not None or self._outcome is not None
+
     def before_update(self, step: int, *, due: bool) -> None:
         self._resolve()
         if self._watched is None:

@@ -322,6 +322,9 @@ class UpdateAudit(Audit):
     def gaps(self) -> Iterator[str]:
         yield from (f"updates are not checked: {why}" for why in dict.fromkeys(self._off.values()))
 
+    def is_needed(self, step: int) -> bool:
+        return self._pending is not None
+
     def begin_step(self, step: int, *, due: bool) -> None:
         self._remove_hooks()
         self._captured.clear()

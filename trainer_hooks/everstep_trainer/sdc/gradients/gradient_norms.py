@@ -138,7 +138,7 @@ class GradientNorms(Audit, GradientReader):
         # The largest deviations of each rank, in up to two spans of REMEMBERED due steps, the newest span last.
         self._largest: list[torch.Tensor] = []
         self._remembered = 0  # due steps
-        self._first_step = self._update_step = -1  # of the generation; the last one with an update
+        self._first_step = -1  # of the generation
         self._finite_step = -1  # the last step whose norms were read and finite, or before the generation's first one
         self._nonfinite_since = 0  # a step, if it is known how norms came to be infinite or NaN in it; 0: they are not
         self._has_logged_nonfinite = False
@@ -151,12 +151,16 @@ class GradientNorms(Audit, GradientReader):
             places = "each with a replica of its own, under run.replicate or fully_shard"
             yield f"audit gradient_norm is off: it needs {MIN_RANKS} ranks, {places}"
 
+    def is_needed(self, step: int) -> bool:
+        """Return whether norms are read in this step for the sake of earlier ones."""
+        is_read = self._agreed is None or self._is_repeated(step) or step <= self._watched_until
+        return self._is_on and is_read
+
     def begin_step(self, step: int, *, due: bool) -> None:
         self.close()
         if self._agreed is None:
-            self._first_step, self._finite_step, self._update_step = step, step - 1, step - 1
-        is_read = due or self._agreed is None or self._is_repeated(step) or step <= self._watched_until
-        if self._is_on and is_read:
+            self._first_step, self._finite_step = step, step - 1
+        if self._is_on:
             self._is_reading = True
             self._norms.clear()
             self._norm_places.clear()
@@ -175,10 +179,10 @@ class GradientNorms(Audit, GradientReader):
                 self._norm_places += range(after + begin, after + len(self._norms))
 
     def before_update(self, step: int, *, due: bool) -> None:
-        previous, self._update_step = self._update_step, step
         self._was_refused = False
         if not self._is_reading:
             return
+        previous = step - 1 if step == self._first_step else self.previous_update
         self._kept[step] = _Kept(self._without_overflow(self._read(step)), previous)
         if step - self._exchanged_step >= STEPS_BETWEEN_EXCHANGES or self._is_repeated(step):
             self._judge_kept(step)
