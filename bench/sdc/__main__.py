@@ -10,8 +10,7 @@ on until the chain finds it or the window is over, and goes back to the trained 
 chain takes to look at all parts of a rank's work: then a version with the fault would count as audited. Records are
 kept under out/sdc; another call adds what is missing. Intervals between audits are those that the chain once chose on
 this machine.
-``--models`` measures models of other structures, at all places and in a shorter window, and prints the share that each
-preset catches.
+``--models`` measures models of other structures, at all places, and prints the share that each preset catches.
 Faults, their shapes and how often each occurs: `bench.sdc.injection`. Other detectors: `bench.sdc.peers`.
 """
 
@@ -48,7 +47,7 @@ from bench.table import finish, parser_of
 
 RANKS, WARM_STEPS = 4, 200
 KINDS = ("permanent", "once")
-INJECTIONS, MODEL_WINDOW, QUICK_WINDOW = 16, 400, 64
+INJECTIONS, QUICK_WINDOW = 16, 64
 QUICK_CALIBRATION_STEPS = 44
 """Steps until the chain has agreed on its intervals once."""
 Work = tuple[str, Callable[[], None]]
@@ -72,8 +71,6 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, metavar="PNG", help="write a picture of coverage against overhead")
     parser.add_argument("--example", type=Path, metavar="PNG", help="only draw one run with and without the chain")
     given = parser.parse_args()
-    if given.models:
-        given.window = given.window or (QUICK_WINDOW if given.quick else MODEL_WINDOW)
     given.kinds = given.kinds or (["permanent"] if given.models else list(KINDS))
     if given.quick:
         given.injections = min(given.injections, 3)

@@ -128,8 +128,8 @@ class Measure:
         ranks: The processes.
         store: The records.
         calibration_steps: Steps until intervals are known.
-        window: Steps in which a fault may be found; None: those after which the ``standard`` chain would count a
-            version with the fault as audited.
+        window: Steps in which a fault may be found; None: those after which the preset's chain would count a version
+            with the fault as audited.
     """
 
     def __init__(
@@ -137,11 +137,12 @@ class Measure:
     ) -> None:
         self._ranks, self._store, self._calibration_steps = ranks, store, calibration_steps
         self._window = window
-        self._windows: dict[Config, int] = {}
+        self._windows: dict[tuple[Config, str], int] = {}
         self._thresholds: dict[Config, Thresholds] = {}
         self._checkpoints: Checkpoints | None = None
         self._prepared: Config | None = None
         """The configuration whose undisturbed run the ranks know."""
+        self._prepared_window = 0
 
     def intervals(self, config: Config, preset: str) -> dict[str, int]:
         """Return the intervals of a preset, as the chain once chose them on this machine."""
@@ -153,27 +154,31 @@ class Measure:
             self._store.add(cell, 0, self._ranks.call(config, "intervals", preset, self._calibration_steps)[0])
         return dict(known[0])
 
-    def window(self, config: Config) -> int:
-        """Return the steps in which a fault may be found."""
+    def window(self, config: Config, kind: str = "standard") -> int:
+        """Return the steps in which a fault may be found: those of ``standard`` if ``kind`` is no preset."""
         if self._window is not None:
             return self._window
-        if config not in self._windows:
-            intervals = self.intervals(config, "standard")
-            self._windows[config] = self._ranks.call(config, "steps_until_audited", intervals)[0]
-        return self._windows[config]
+        preset = kind if kind in MEASURED_PRESETS else "standard"
+        if (config, preset) not in self._windows:
+            intervals = self.intervals(config, preset)
+            self._windows[config, preset] = self._ranks.call(config, "steps_until_audited", intervals)[0]
+        return self._windows[config, preset]
 
-    def _share_reference(self, config: Config) -> None:
+    def _share_reference(self, config: Config, kind: str) -> None:
         """Have the ranks know the undisturbed run, from the store if it is there."""
-        window = self.window(config)
-        if config == self._prepared:
+        window = self.window(config, kind)
+        if config == self._prepared and window <= self._prepared_window:
             return
-        cell = f"{config.name}/reference/{window}"
-        known = self._store.records(cell)
-        if known:
-            self._ranks.call(config, "use_reference", window, known[0]["digests"])
+        cells = [name for name in self._store.cells() if name.startswith(f"{config.name}/reference/")]
+        long_enough = [steps for name in cells if (steps := int(name.rpartition("/")[2])) >= window]
+        if long_enough:
+            window = min(long_enough)
+            digests = self._store.records(f"{config.name}/reference/{window}")[0]["digests"]
+            self._ranks.call(config, "use_reference", window, digests)
         else:
-            self._store.add(cell, 0, {"digests": self._ranks.call(config, "reference", window)[0]})
-        self._prepared = config
+            digests = self._ranks.call(config, "reference", window)[0]
+            self._store.add(f"{config.name}/reference/{window}", 0, {"digests": digests})
+        self._prepared, self._prepared_window = config, window
 
     def seeds(self, config: Config, count: int = SEEDS) -> None:
         """Record the final losses of undisturbed runs over other data."""
@@ -190,7 +195,7 @@ class Measure:
             self._store.add(cell.name, number, self._checkpoints.record(Hop(cell.what), number))
             return
         injection = drawn(cell, number, self._ranks.world)
-        self._share_reference(cell.config)
+        self._share_reference(cell.config, cell.kind)
         if cell.kind == "peers":
             self._store.add(cell.name, number, self._before_peers(cell.config, injection))
             return
@@ -198,7 +203,8 @@ class Measure:
         phase = injection.seed % 9973 / 9973
         began = time.monotonic()
         try:
-            results = self._ranks.call(cell.config, "run", injection, intervals, phase, self.window(cell.config))
+            window = self.window(cell.config, cell.kind)
+            results = self._ranks.call(cell.config, "run", injection, intervals, phase, window)
         except RankFailed as failure:
             self._prepared = None
             record = {"failed": str(failure).strip().splitlines()[-1], "rank": injection.rank, "changed_step": 0}
@@ -214,7 +220,7 @@ class Measure:
     def loss_after_miss(self, cell: Cell, number: int) -> None:
         """Record the final loss of a run that no chain watches, for an injection that the chain has missed."""
         injection = drawn(cell, number, self._ranks.world)
-        self._share_reference(cell.config)
+        self._share_reference(cell.config, "standard")
         results = self._ranks.call(cell.config, "run", injection, {}, 0.0, self.window(cell.config))
         self._store.add(_harm(cell), number, {"final_loss": _number(results[0].final_loss)})
 

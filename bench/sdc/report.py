@@ -103,6 +103,8 @@ class Report:
                     rows.append(Row(f"{model}, {preset}: overhead", cost, "% of a step"))
             changed = [one for one in everything if one["changed_step"]]
             rows.append(share_row(f"{preset}, all models: faults caught", *_hits(changed), *marks))
+            frequent = [one for one in changed if one["probability"] * one["elements"] >= 1.0]
+            rows.append(share_row(f"{preset}, all models: those that act in each step", *_hits(frequent), *marks))
             named = [one for one in changed if one["caught_by"]]
             right = sum(one["named"] == one["rank"] for one in named)
             rows.append(share_row(f"{preset}, all models: of the caught, the rank named", right, len(named)))

@@ -133,7 +133,7 @@ class Training:
         self.model, self.inner, self.optimizer = build(config, world)
         self._digest = WeightedDigest([local(one) for one in self.inner.parameters()])
         self._elements: dict[Site, int] = {}
-        self._references: dict[int, list[list[int]]] = {}
+        self._reference: list[list[int]] = []
         for step in range(-warm_steps, 1):
             self._step(step, DATA_SEED)
         self._statements: list[Mismatch] = []
@@ -143,13 +143,13 @@ class Training:
 
     def reference(self, window: int) -> list[list[int]]:
         """Return all ranks' digests after each step of the undisturbed run."""
-        if window not in self._references:
+        if len(self._reference) <= ONSET + window:
             self.reset()
-            self._references[window] = [[]]
+            self._reference = [[]]
             for step in range(1, ONSET + window + 1):
                 self._step(step, DATA_SEED)
-                self._references[window].append(self._gather(0)[1])
-        return self._references[window]
+                self._reference.append(self._gather(0)[1])
+        return self._reference
 
     def use_reference(self, window: int, digests: list[list[int]]) -> None:
         """Take the digests of an earlier `reference` instead of training again.
@@ -166,7 +166,7 @@ class Training:
             self._step(step, DATA_SEED)
             if self._gather(0)[1] != digests[step]:
                 raise ValueError(f"step {step} differs from the stored run: remove */reference/{window} in the store")
-        self._references[window] = digests
+        self._reference = digests
 
     def final_loss(self, seed: int, window: int) -> float:
         """Return the loss on fixed data after an undisturbed run over other data."""
@@ -194,7 +194,8 @@ class Training:
         """
         warm = self._warm_chain(intervals)
         audits = warm.chain._audits if warm is not None else []
-        return ROTATIONS_UNTIL_CLEAN * max((audit.rounds * intervals[str(audit.link)] for audit in audits), default=0)
+        parts = {str(audit.link): audit.rounds - len(set(audit.left_out)) for audit in audits}
+        return ROTATIONS_UNTIL_CLEAN * max((count * intervals[link] for link, count in parts.items()), default=0)
 
     def run(
         self,
