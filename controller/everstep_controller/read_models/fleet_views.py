@@ -435,7 +435,11 @@ def job_summary(state: FleetState, job: JobRecord) -> op.JobSummary:
     number = spec.number if spec is not None else 0
     newest = (live.progress.furthest_step or 0) if live is not None else 0
     finished, step_s, until_step = _extremes(progress, number)
-    step = max(job.progress.ended_step, newest) if job.is_ended else newest if finished is None else finished
+    have_returned = spec is not None and len(job.progress.finished_ranks) == spec.world_size  # after a signal, too
+    if job.is_ended or have_returned:
+        step = max(job.progress.ended_step, newest)
+    else:
+        step = newest if finished is None else finished
     stall = live.regroup.stall_notice if live is not None and job.is_running else None
     return op.JobSummary(
         job=job.job,

@@ -6,6 +6,7 @@ import pytest
 from everstep_controller.core.effects import Effect
 from everstep_controller.core.events import OperatorAction
 from everstep_controller.core.jobs.leaving import GRACE_MARGIN_S
+from everstep_controller.read_models.fleet_views import job_summary
 
 from everstep.ids import Version
 from everstep.vocabulary import JobState
@@ -83,6 +84,13 @@ def test_ranks_returning_on_a_signal_pause_the_job() -> None:
     effects = [*fleet.leave("n1", orderly=True), *fleet.leave("n2", orderly=True)]
     assert not disturbed(effects)
     assert fleet.job_state() is JobState.PAUSED
+
+
+def test_interrupted_job_shows_the_step_of_its_ranks() -> None:
+    fleet = committed(min_nodes=2)  # the last heartbeat told of step 50
+    fleet.announce_leaving("n1", "n2")
+    fleet.finish(step=57)
+    assert job_summary(fleet.state, fleet.job()).step == 57
 
 
 def test_training_that_is_through_finishes_despite_the_signal() -> None:
