@@ -1,14 +1,19 @@
-"""What strangers and a stolen viewer's token cost a controller, over real sockets.
+"""What strangers and stolen tokens cost a controller, over real sockets.
 
-    python -m bench.hostile [--nodes 2000] [--connections 200] [--seconds 15] [--quick] [--json FILE]
+    python -m bench.hostile [--nodes 2000] [--connections 200] [--seconds 15] [--only NAME] [--quick] [--json FILE]
 
-Three attacks on one controller process whose fleet beats once a second:
+Attacks on one controller process whose fleet beats once a second:
 
 * trailers: ten connections without a token each send a chunked POST and then 15 MiB of five-byte trailers; then ten
   more each send heads of 60 KB in one piece. The figure is what the controller's resident memory grew by.
 * flood: a viewer's token reads ``/v1/nodes?limit=1000`` over many connections, each of which asks again as soon as it
   is answered. The figures are how long agents' beats wait for their answers, before and during the flood, and how long
   a rank's loss takes to reach all nodes of its job.
+* routes: 32 strangers request one route without a token, again and again, for each route in turn. The figures are the
+  waits of agents' beats beside the route that delays them most.
+* sessions: the token of one agent opens 1,500 sessions with 1 MB of an unfinished frame each, and then 3,000 that say
+  nothing. The figures are the controller's memory, and how many sessions stay open.
+* texts: the same token registers with 900 KB of text for 15 s. The figure is the growth of the controller's log.
 """
 
 from __future__ import annotations
@@ -22,13 +27,16 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import msgspec
 
 from bench.load import messages, trials
 from bench.load.fleet import Controller, Fleet
 from bench.table import Row, finish, parser_of
 from everstep.bearer_tokens import TokenRole, mint
+from everstep.wire.v1.agent import MAX_BODY_BYTES, PREFIX_BYTES, UPGRADE, FrameKind, Register, encode_frame
 
 MIB = 1 << 20
 STRANGERS = 10
@@ -38,6 +46,29 @@ PATH = "/v1/nodes?limit=1000"
 POLL_S = 0.02
 SETTLE_S = 2.0
 """After the trailers: what the controller holds then, it holds until a deadline."""
+ROUTE_STRANGERS = 32
+ROUTES = (
+    "/openapi.json",
+    "/",
+    "/docs",
+    "/web/api.js",
+    "/web/vendor/uplot.js",
+    "/healthz",
+    "/readyz",
+    "/metrics",
+    "/v1/nodes",
+    "/v1/login",
+    "/v1/agents/n1/heartbeat",
+    "/nothing",
+)
+"""One route of each kind that a stranger may request."""
+ONE_REQUEST = "/healthz with a new connection for each request"
+UNFINISHED_SESSIONS = 1500
+UNFINISHED_BYTES = 1_000_000
+SILENT_SESSIONS = 3000
+STOLEN = "stolen-agent"
+TEXT_CHARACTERS = 900_000
+TEXTS_S = 15.0
 
 
 # --- strangers ---------------------------------------------------------------------------------------------------
@@ -93,6 +124,93 @@ def _status(controller: Controller, request: bytes) -> str:
             return type(error).__name__
 
 
+# --- an agent's token --------------------------------------------------------------------------------------------
+
+
+def _session(controller: Controller, more: bytes = b"") -> socket.socket:
+    """A session under the stolen token; ``more`` follows the request for it."""
+    token = mint(controller.secret_file.read_bytes().strip(), TokenRole.AGENT, STOLEN)
+    line = _connected(controller.address)
+    head = f"GET /v1/agents/{STOLEN}/session HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: {UPGRADE}\r\n"
+    with contextlib.suppress(OSError):  # it is closed
+        line.sendall(f"{head}Authorization: Bearer {token}\r\n\r\n".encode() + more)
+    return line
+
+
+def _is_open(line: socket.socket) -> bool:
+    """Whether the controller has not closed its end."""
+    line.setblocking(False)
+    try:
+        while line.recv(1 << 16):
+            pass
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def sessions(controller: Controller) -> list[Row]:
+    """The growth of memory under unfinished frames, and the sessions that stay open with one agent's token."""
+    before = largest = controller.resident_bytes()
+    unfinished = (MAX_BODY_BYTES + 1).to_bytes(PREFIX_BYTES, "big") + bytes((FrameKind.HEARTBEAT,))
+    unfinished += b" " * (UNFINISHED_BYTES - 1)
+    rows = []
+    for name, count, more in (("unfinished", UNFINISHED_SESSIONS, unfinished), ("silent", SILENT_SESSIONS, b"")):
+        with contextlib.ExitStack() as stack:
+            lines = []
+            for _ in range(count):
+                lines.append(stack.enter_context(contextlib.closing(_session(controller, more))))
+                largest = max(largest, controller.resident_bytes())
+            time.sleep(SETTLE_S)
+            largest = max(largest, controller.resident_bytes())
+            left = sum(map(_is_open, lines))
+        rows.append(Row(f"{name} sessions of one agent that stay open, of {count}", left, "", 64, 32))
+    grown = f"memory gained under {UNFINISHED_SESSIONS} unfinished frames of 1 MB, and silent sessions"
+    return [*rows, Row(grown, (largest - before) / MIB, "MiB", 40.0, 20.0)]
+
+
+def texts(controller: Controller, seconds: float) -> list[Row]:
+    """The growth of the log under registrations with a long text."""
+    log = controller.directory / "controller.log"
+    before, sent, incarnation = log.stat().st_size, 0, int(time.time() * 1000)
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        register = Register(
+            protocols=(1,),
+            node=STOLEN,
+            incarnation=incarnation + sent,
+            agent_version="x" * TEXT_CHARACTERS,
+            vault="10.9.9.9:7702",
+        )
+        frame = encode_frame(FrameKind.REGISTER, msgspec.json.encode(register))
+        with contextlib.closing(_session(controller, frame)) as line, contextlib.suppress(OSError):
+            line.shutdown(socket.SHUT_WR)
+            while line.recv(1 << 16):
+                pass
+        sent += 1
+    grown = (log.stat().st_size - before) / 1e6
+    return [Row(f"log written for {sent} registrations with 900 KB of text", grown, "MB", 1.0, 0.1)]
+
+
+# --- routes without a token --------------------------------------------------------------------------------------
+
+
+def routes(fleet: Fleet, seconds: float) -> list[Row]:
+    """Agents' beats beside strangers, for each route: the slowest route's figures, and those of all others."""
+    rows: list[Row] = []
+    for path in (*ROUTES, ONE_REQUEST):
+        with flooded(fleet.controller, ROUTE_STRANGERS, path, "") as told:
+            time.sleep(0.5)
+            fleet.sample()
+            time.sleep(seconds)
+            beats = fleet.sample()["beats"]
+        against = f"answers: {told['statuses']}"
+        rows.append(Row(f"beats beside {path}, median of {beats.count}", beats.quantile(0.5) * 1e3, "ms", 10.0, 3.0))
+        rows.append(Row("the same, 99th percentile", beats.quantile(0.99) * 1e3, "ms", 50.0, 20.0, against))
+    return rows
+
+
 # --- a viewer's token --------------------------------------------------------------------------------------------
 
 
@@ -103,6 +221,7 @@ class _Reader:
         self.line = _connected(address)
         self.line.setblocking(False)
         self._request, self._statuses = request, statuses
+        self._once = b"Connection: close" in request
         self._left, self._head = 0, b""
         self.bytes = 0
         self.line.send(request)
@@ -122,14 +241,24 @@ class _Reader:
             self._left = next(int(one[15:]) for one in lines if one.startswith(b"content-length:"))
             self._head, data = b"", rest
         self._left -= len(data)
-        if not self._left:
+        if not self._left and not self._once:
             self.line.send(self._request)
 
 
-def flood_main(address: str, secret_file: str, connections: str) -> None:
+def _request(path: str, secret_file: str) -> bytes:
+    """The request of a stranger, or of a viewer where there is a secret to mint its token from."""
+    lines = [f"GET {path.split(' ')[0]} HTTP/1.1", "Host: x"]
+    if secret_file:
+        token = mint(Path(secret_file).read_bytes().strip(), TokenRole.VIEWER, "stolen")
+        lines.append(f"Authorization: Bearer {token}")
+    if path == ONE_REQUEST:
+        lines.append("Connection: close")
+    return "\r\n".join((*lines, "", "")).encode()
+
+
+def flood_main(address: str, connections: str, path: str, secret_file: str) -> None:
     """The process that floods: until its standard input ends; then tells statuses and bytes."""
-    token = mint(Path(secret_file).read_bytes().strip(), TokenRole.VIEWER, "stolen")
-    request = f"GET {PATH} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n\r\n".encode()
+    request = _request(path, secret_file)
     statuses: Counter[str] = Counter()
     total = 0
     with selectors.DefaultSelector() as selector:
@@ -149,7 +278,8 @@ def flood_main(address: str, secret_file: str, connections: str) -> None:
                 except BlockingIOError:
                     continue
                 except OSError as error:
-                    statuses[type(error).__name__] += 1
+                    if path != ONE_REQUEST:
+                        statuses[type(error).__name__] += 1
                     selector.unregister(reader.line)
                     reader.line.close()
                     reader = _Reader(address, request, statuses)
@@ -159,11 +289,11 @@ def flood_main(address: str, secret_file: str, connections: str) -> None:
 
 
 @contextlib.contextmanager
-def flooded(controller: Controller, connections: int) -> Iterator[dict[str, object]]:
-    """While a viewer's token floods the controller; what it was answered is in the dictionary afterwards."""
+def flooded(controller: Controller, connections: int, path: str, secret_file: str) -> Iterator[dict[str, object]]:
+    """While a process floods the controller; what it was answered is in the dictionary afterwards."""
     told: dict[str, object] = {}
-    command = [sys.executable, "-m", "bench.hostile", "flood", controller.address, str(controller.secret_file)]
-    process = subprocess.Popen([*command, str(connections)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    command = [sys.executable, "-m", "bench.hostile", "flood", controller.address, str(connections), path, secret_file]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         yield told
         assert process.stdout is not None
@@ -180,7 +310,7 @@ def flood(fleet: Fleet, connections: int, seconds: float, rounds: int) -> list[R
     controller = fleet.controller
     trials.begin(fleet, 1.0)
     rows = _measured(fleet, "in calm", seconds, rounds, None, None)
-    with flooded(controller, connections) as told:
+    with flooded(controller, connections, PATH, str(controller.secret_file)) as told:
         time.sleep(2.0)
         fleet.sample()
         beside = _measured(fleet, f"beside {connections} connections", seconds, rounds, 100.0, 25.0)
@@ -213,9 +343,10 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--settings", default="", help="lines of TOML for the controller")
-    options = parser.parse_args()
+    parser.add_argument("--only", choices=("flood", "routes", "sessions", "texts", "trailers"), default="")
+    options, texts_s = parser.parse_args(), TEXTS_S
     if options.quick:
-        options.nodes, options.seconds, options.rounds = 500, 4.0, 1
+        options.nodes, options.seconds, options.rounds, texts_s = 500, 4.0, 1, 3.0
     with contextlib.ExitStack() as stack:
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="everstep-hostile-")))
         controller = Controller(directory, "", options.settings)
@@ -225,8 +356,14 @@ def main() -> int:
         fleet.all("beat", interval_s=1.0)
         fleet.open()
         fleet.join()
-        rows = flood(fleet, options.connections, options.seconds, options.rounds)
-        rows += trailers(controller)
+        attacks: dict[str, Callable[[], list[Row]]] = {
+            "flood": lambda: flood(fleet, options.connections, options.seconds, options.rounds),
+            "routes": lambda: routes(fleet, options.seconds / 3),
+            "sessions": lambda: sessions(controller),
+            "texts": lambda: texts(controller, texts_s),
+            "trailers": lambda: trailers(controller),
+        }
+        rows = [row for name, attack in attacks.items() if options.only in ("", name) for row in attack()]
     return finish("Hostile clients", rows, options.json)
 
 

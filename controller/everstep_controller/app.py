@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 
 from everstep import __version__
 from everstep.clock import Clock
-from everstep_controller.api import endpoints, login, openapi, routes, web_page
+from everstep_controller.api import endpoints, login, routes, web_page
 from everstep_controller.api.admission import AdmissionControl
 from everstep_controller.api.auth import Authenticator
 from everstep_controller.api.credentials import CredentialStore, Keyring
@@ -50,9 +49,6 @@ from everstep_controller.store import table_access
 from everstep_controller.store.retention import RetentionLimits, run_retention
 from everstep_controller.store.rows import AuditRow, LoadedState
 from everstep_controller.store.threads import DatabaseStore
-
-openapi_document = functools.cache(openapi.document)
-"""The OpenAPI document of all routes. Building it takes 70 ms, so a standby builds it before requests arrive."""
 
 MakeRemediator = Callable[[], Remediator]
 """Makes the remediator that acts on nodes; called once per leadership."""
@@ -256,10 +252,7 @@ class Controller:
 
     def _operator_app(self, gate: Authenticator) -> FastAPI:
         """Build the FastAPI application. Agents' routes stay outside because FastAPI costs 8 us per request."""
-        app = FastAPI(
-            title="Everstep controller", version=__version__, docs_url=None, redoc_url=None, redirect_slashes=False
-        )
-        app.openapi = openapi_document  # type: ignore[method-assign]
+        app = FastAPI(title="Everstep controller", version=__version__, openapi_url=None, redirect_slashes=False)
         endpoints.install_error_handlers(app, self.metrics)
         settings = self._settings
         admission = AdmissionControl(
@@ -269,6 +262,7 @@ class Controller:
             monotonic=self._clock.monotonic,
             on_refused=self.metrics.over_limit,
         )
+        app.add_middleware(endpoints.StrangerSlices, slices=admission.slices, is_known=gate.is_known)
         readers = StreamReservations()
         self.metrics.watch(admission, readers)
         on_cut = self.metrics.streams_cut.inc

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 from everstep_controller.api.routes import ROUTES, RouteAccess
-from everstep_controller.app import openapi_document
+from everstep_controller.api.web_page import openapi_document
 from hypothesis import HealthCheck, Phase, settings
 
 from everstep.wire.v1 import enrolment as wire

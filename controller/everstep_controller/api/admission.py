@@ -22,7 +22,9 @@ LIMITS = ("in_flight", "bytes")
 """Limits for which a request may be refused."""
 
 IdentityKey = tuple[str, str]
-"""Role and subject."""
+"""Role and subject; of a request without a known token, STRANGER and the sender's network."""
+
+STRANGER = ""
 
 
 def identity_key(identity: Identity) -> IdentityKey:
@@ -42,7 +44,7 @@ class AdmissionControl:
 
     def __post_init__(self) -> None:
         self.open: dict[IdentityKey, list[RequestReservation]] = {}
-        self.slices = _SliceScheduler(self.loop_share, self.monotonic)
+        self.slices = SliceScheduler(self.loop_share, self.monotonic)
 
     def __len__(self) -> int:
         return sum(map(len, self.open.values()))
@@ -101,8 +103,8 @@ class RequestReservation:
             del self.admission.open[self.identity_key]
 
 
-class _SliceScheduler:
-    """Runs one waiting slice per turn of the event loop, with identities alternating."""
+class SliceScheduler:
+    """Run one waiting slice per turn of the event loop, with identities alternating."""
 
     def __init__(self, share: float, monotonic: Callable[[], float]) -> None:
         self._rest = 1.0 / share - 1.0

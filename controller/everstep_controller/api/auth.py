@@ -200,6 +200,12 @@ class Authenticator:
             self._failures.record(peer.address, error)
             raise
 
+    def is_known(self, headers: Headers, peer: ConnectionPeer) -> bool:
+        """Return whether a request shows a certificate, or a token that was verified before and may have ended."""
+        return peer.identity is not None or any(
+            name == b"authorization" and value in self._known for name, value in headers
+        )
+
     # --- verification
 
     def _identify(self, headers: Headers, peer: ConnectionPeer) -> Identity:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -13,14 +14,14 @@ import xxhash
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.routing import Match
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from everstep.bearer_tokens import Identity
 from everstep.errors import EverstepError, MalformedMessage, NotFound, Outdated, RateLimited
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.agent import MAX_BODY_BYTES
-from everstep_controller.api.admission import AdmissionControl, RequestReservation
-from everstep_controller.api.auth import Authenticator
+from everstep_controller.api.admission import STRANGER, AdmissionControl, RequestReservation, SliceScheduler
+from everstep_controller.api.auth import Authenticator, Headers, network_of
 from everstep_controller.api.routes import PARAMETER_CHOICES, PATH_PARAMETERS, QUERY_PARAMETERS, Route, RouteAccess
 from everstep_controller.core import events as ev
 from everstep_controller.core.health.maintenance import planned_windows
@@ -28,7 +29,7 @@ from everstep_controller.core.records import JobRecord, NodeRecord
 from everstep_controller.read_models import fleet_views
 from everstep_controller.read_models.prometheus import Metrics
 from everstep_controller.server import responses
-from everstep_controller.server.connections import READ_PAUSE_KEY, SCOPE_KEY
+from everstep_controller.server.connections import READ_PAUSE_KEY, SCOPE_KEY, UNKNOWN_PEER, ConnectionPeer
 
 READING = ["GET", "HEAD"]
 """Methods of a route that reads: health checks and caches use HEAD."""
@@ -186,6 +187,25 @@ class _AdmittedResponse(Response):
                 await send({"type": "http.response.body", "body": piece, "more_body": more})
         finally:
             self._place.release()
+
+
+@dataclass(eq=False)
+class StrangerSlices:
+    """ASGI middleware: requests without a known token run in slices, too.
+
+    Anybody can send them, and each costs half a millisecond of the event loop. Addresses alternate, so that the health
+    checks of one machine do not wait for all requests of another.
+    """
+
+    app: ASGIApp
+    slices: SliceScheduler
+    is_known: Callable[[Headers, ConnectionPeer], bool]  # whether headers or peer show an identity that was verified
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        peer = scope.get(SCOPE_KEY, UNKNOWN_PEER)
+        if scope["type"] == "http" and not self.is_known(scope["headers"], peer):
+            await self.slices.take((STRANGER, network_of(peer.address)))
+        await self.app(scope, receive, send)
 
 
 def _response(request: Request, answer: Any) -> Response:

@@ -1,4 +1,4 @@
-"""Serve the operators' page and the interactive API page: static files with entity tags and security headers."""
+"""Serve the operators' page, the API page and the OpenAPI document: fixed bytes with entity tags, encoded once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import NamedTuple
 import xxhash
 from fastapi import FastAPI, Request, Response
 
-from everstep_controller.api import endpoints
+from everstep_controller.api import endpoints, openapi
+from everstep_controller.server import responses
 
 FOLDER = Path(__file__).parent.parent / "web"
 PAGES = {"/": "index.html", "/docs": "docs.html"}
@@ -22,6 +23,7 @@ MEDIA_TYPES = {
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
 }
+JSON = "application/json"
 FILES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*") if path.suffix[1:] in MEDIA_TYPES)
 """Files that are served, each by a route of its own, so no request can reach another file."""
 
@@ -38,35 +40,54 @@ HEADERS = {
 
 
 class StaticFile(NamedTuple):
-    """One file of the page, in both encodings."""
+    """Bytes that are served, in both encodings."""
 
     etag: str
     plain: bytes
     gzipped: bytes
 
 
-@functools.cache
-def load(name: str) -> StaticFile:
-    """Return one of ``FILES``. Each file is read once."""
-    plain = (FOLDER / name).read_bytes()
+def static_file(plain: bytes) -> StaticFile:
+    """Return bytes as they are served."""
     return StaticFile(f'"{xxhash.xxh3_64_hexdigest(plain)}"', plain, gzip.compress(plain, 9, mtime=0))
 
 
-def _endpoint(name: str) -> Callable[[Request], Awaitable[Response]]:
+@functools.cache
+def load(name: str) -> StaticFile:
+    """Return one of ``FILES``. Each file is read once."""
+    return static_file((FOLDER / name).read_bytes())
+
+
+@functools.cache
+def openapi_file() -> StaticFile:
+    """Return the OpenAPI document as it is served. Strangers may request it, so it is not encoded for each of them."""
+    return static_file(responses.encode(openapi_document()))
+
+
+openapi_document = functools.cache(openapi.document)
+"""The OpenAPI document of all routes. Building it takes 70 ms, so a standby builds it before requests arrive."""
+
+
+def _endpoint(media_type: str, load_file: Callable[[], StaticFile]) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
-        file = load(name)
+        file = load_file()
         headers = {**HEADERS, "etag": file.etag}
         if file.etag in endpoints.tags(request.headers.get("if-none-match", "")):
             return Response(status_code=304, headers=headers)
         body = file.plain
         if "gzip" in request.headers.get("accept-encoding", ""):
             body, headers["content-encoding"] = file.gzipped, "gzip"
-        return Response(body, media_type=MEDIA_TYPES[name.rpartition(".")[2]], headers=headers)
+        return Response(body, media_type=media_type, headers=headers)
 
     return endpoint
 
 
 def install(app: FastAPI) -> None:
-    """Add the pages, and each of their files below ``/web/``. They need no token, like the health checks."""
-    for path, name in [*PAGES.items(), *((f"/web/{name}", name) for name in FILES)]:
-        app.add_api_route(path, _endpoint(name), methods=endpoints.READING, include_in_schema=False)
+    """Add the pages, each of their files below ``/web/``, and the OpenAPI document. None of them needs a token."""
+    files = [*PAGES.items(), *((f"/web/{name}", name) for name in FILES)]
+    endpoints_by_path = {
+        path: _endpoint(MEDIA_TYPES[name.rpartition(".")[2]], functools.partial(load, name)) for path, name in files
+    }
+    endpoints_by_path["/openapi.json"] = _endpoint(JSON, openapi_file)
+    for path, endpoint in endpoints_by_path.items():
+        app.add_api_route(path, endpoint, methods=endpoints.READING, include_in_schema=False)

@@ -22,11 +22,12 @@ from everstep.clock import Clock
 from everstep.errors import EverstepError, Unavailable
 from everstep.wire.v1.agent import MAX_BODY_BYTES
 from everstep.wire.v1.operator_history import PolicyTrialRequest
+from everstep_controller.api import web_page
 from everstep_controller.api.auth import Authenticator, Headers
 from everstep_controller.api.credentials import CredentialStore, Keyring
 from everstep_controller.api.identity_provider import IdentityProvider
 from everstep_controller.api.routes import PLAIN_ROUTES, POLICY_ROUTES, RouteAccess
-from everstep_controller.app import Controller, MakeRemediator, openapi_document
+from everstep_controller.app import Controller, MakeRemediator
 from everstep_controller.config import ControllerSettings
 from everstep_controller.journal.policy_replay import PolicyTrialRunner
 from everstep_controller.leadership.lease import NotLeadingError, StandbyContacts
@@ -153,7 +154,7 @@ class ControllerReplica:
         self._controller: Controller | None = None
         self._known_records = NO_RECORDS
         self._resigned = False
-        openapi_document()
+        web_page.openapi_file()
         self.standby = StandbyApp(self.settings, self.keyring, self.clock, self._leader, self.provider)
         self.leader_known = asyncio.Event()
         self.takeover_gate = TakeoverGate()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from everstep_controller.api.admission import AdmissionControl
 from everstep_controller.app import Controller
-from everstep_controller.server.connections import READ_PAUSE_KEY
+from everstep_controller.server.connections import READ_PAUSE_KEY, SCOPE_KEY, ConnectionPeer
 
 from everstep.bearer_tokens import Identity, TokenRole
 from everstep.clock import ManualClock
@@ -167,7 +167,7 @@ Send = Callable[[Any], Awaitable[None]]
 class Asked:
     """One request to an ASGI application, and what it was answered. It is held back until ``taken`` is set."""
 
-    def __init__(self, path: str, headers: dict[str, str], body: bytes = b"") -> None:
+    def __init__(self, path: str, headers: dict[str, str], body: bytes = b"", address: str = "") -> None:
         self.taken = asyncio.Event()
         self.rested_s = 0.0
         self.status = 0
@@ -183,6 +183,7 @@ class Asked:
             "root_path": "",
             "headers": [(name.lower().encode(), value.encode()) for name, value in headers.items()],
             READ_PAUSE_KEY: self._rest,
+            SCOPE_KEY: ConnectionPeer(address),
         }
 
     def _rest(self, seconds: float) -> None:
@@ -244,6 +245,26 @@ def test_heartbeats_are_answered_while_large_pages_render(tmp_path: Path) -> Non
         assert [len(json.loads(page.body)["nodes"]) for page in pages] == [MANY] * 4
 
     play(tmp_path, scenario)
+
+
+@pytest.mark.parametrize("path", ["/openapi.json", "/", "/readyz", "/metrics", "/v1/nodes", "/nothing"])
+def test_strangers_leave_turns_to_others(tmp_path: Path, path: str) -> None:
+    """A request of another address, and one with a token that is known, do not wait for all strangers of one."""
+
+    async def scenario(controller: Controller) -> None:
+        assert (await Asked("/v1/jobs", VIEWER)(controller)).status == 200
+        strangers = [Asked(path, {}, address="10.0.0.1") for _ in range(8)]
+        others = [Asked("/healthz", {}, address="10.0.0.2"), Asked("/healthz", VIEWER, address="10.0.0.1")]
+        for one in (*strangers, *others):
+            one.taken.set()
+        asking = [asyncio.create_task(one(controller)) for one in (*strangers, *others)]
+        await asyncio.wait(asking[-2:])
+        assert [one.status for one in others] == [200, 200]
+        assert sum(bool(one.status) for one in strangers) <= 4
+        await asyncio.gather(*asking)
+        assert all(one.status for one in strangers)
+
+    play(tmp_path, scenario, nodes=0)
 
 
 @pytest.mark.slow

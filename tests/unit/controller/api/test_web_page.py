@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from everstep_controller.api import web_page
+from everstep_controller.server import responses
 from starlette.testclient import TestClient
 
 from everstep.wire.v1 import operator as op
@@ -60,6 +61,16 @@ def test_file_is_served_with_type_and_compression(client: TestClient, name: str)
     with client.stream("GET", f"/web/{name}", headers={"accept-encoding": "gzip"}) as packed:
         assert packed.headers["content-encoding"] == "gzip"
         assert gzip.decompress(b"".join(packed.iter_raw())) == plain.content
+
+
+def test_openapi_document_is_encoded_once(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = client.get("/openapi.json", headers={"accept-encoding": "identity"})
+    assert first.content == responses.encode(web_page.openapi_document())
+    monkeypatch.setattr(responses, "encode", None)
+    again = client.get("/openapi.json")
+    assert (again.content, again.headers["content-type"]) == (first.content, "application/json")
+    known = client.get("/openapi.json", headers={"if-none-match": first.headers["etag"]})
+    assert (known.status_code, known.content) == (304, b"")
 
 
 def test_file_with_known_tag_is_not_sent_again(client: TestClient) -> None:

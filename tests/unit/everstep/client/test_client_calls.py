@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import pytest
 from everstep_controller.api.routes import PLAIN_ROUTES, ROUTES
-from everstep_controller.app import openapi_document
+from everstep_controller.api.web_page import openapi_document
 
 import everstep.client
 from everstep.client import AsyncClient, Call, Client, calls
