@@ -68,6 +68,13 @@ MAX_PARKED = 16
 MAX_PARKED_BYTES = 256 << 10
 STALLED_S = 20.0
 """Seconds that an agent may leave pushes unread before its session is cut; they are sent again when it returns."""
+LOOK_S = 15.0
+"""Seconds between two looks at a session that owes a frame: it has begun one, or none was accepted yet."""
+OWED_LOOKS = 4
+"""Looks without a whole frame in between after which such a session is closed: a minute, as for the body of a request.
+Looks are counted instead of seconds, so that a controller that was suspended reads first."""
+CLOSE_GRACE_S = 1.0
+"""Seconds that a client has to read why its session is closed, and to end TLS."""
 MAX_UNREAD_BYTES = 32 << 20
 """Unread bytes of pushes or refusals at which the session is cut at once: two generations of a million GPUs."""
 
@@ -93,6 +100,8 @@ class AgentSession(asyncio.Protocol):
     incarnation: int = 0
     _before: bytes = b""
     _buffer: bytearray | None = None
+    _frames: int = 0
+    _look: asyncio.TimerHandle | None = None
     _parked: list[tuple[FrameKind, bytes]] | None = None
     _stalled: asyncio.TimerHandle | None = None
     _attached: bool = False
@@ -105,11 +114,17 @@ class AgentSession(asyncio.Protocol):
     def __post_init__(self) -> None:
         self._node = self._identity.subject
 
+    @property
+    def node(self) -> str:
+        """The node whose token the session has."""
+        return self._node
+
     # --- connection
 
     def begin(self, upgrade_answer: bytes, data: bytes) -> None:
         """Handle bytes that followed the upgrade, and send ``upgrade_answer`` in one write with any answer to them."""
         self._before = upgrade_answer
+        self._schedule_look(0)
         self.data_received(data)
         if self._before:
             self._transport.write(upgrade_answer)
@@ -131,15 +146,20 @@ class AgentSession(asyncio.Protocol):
                 return
             if after > end:
                 break
+            self._frames += 1
             self._frame(data[at + PREFIX_BYTES], data[body_at:after])
             at = after
         if at < end and not self._closed:
             self._buffer = bytearray(data[at:])
+            if self._look is None:
+                self._schedule_look(0)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._closed = True
         self._buffer = self._parked = None
         self._forget_stall()
+        if self._look is not None:
+            self._look.cancel()
         self._on_end(self)
         attached, self._attached = self._attached, False
         if attached:
@@ -191,6 +211,42 @@ class AgentSession(asyncio.Protocol):
         if self._stalled is not None:
             self._stalled.cancel()
             self._stalled = None
+
+    # --- frames that do not come
+
+    def _schedule_look(self, owed_looks: int) -> None:
+        later = asyncio.get_running_loop().call_later
+        self._look = later(LOOK_S, self._check_owed_frame, self._frames, owed_looks + 1)
+
+    def _check_owed_frame(self, frames: int, owed_looks: int) -> None:
+        """Close the session if a frame is owed since OWED_LOOKS looks; ``frames``: received until the last look."""
+        self._look = None
+        if self._closed or (self._attached and self._buffer is None):
+            return
+        is_our_turn = self._beats_busy or self._reports_busy or bool(self._parked)
+        if is_our_turn or frames != self._frames:
+            self._schedule_look(0)
+        elif owed_looks < OWED_LOOKS:
+            self._schedule_look(owed_looks)
+        else:
+            text = f"no whole frame came within {LOOK_S * OWED_LOOKS:g} s: closing the session, open another to go on"
+            self._close_unneeded(errors.Unavailable(text))
+
+    def close_surplus(self, count: int) -> bool:
+        """Close the session, one of ``count`` of its node, unless a frame was accepted in it."""
+        if self._attached or self._closed:
+            return False
+        text = f"node {self._node} has {count} sessions at once, and its agent needs one: closing the oldest unused one"
+        self._service.log_line(logging.WARNING, f"{text}. Look for a second agent of this name, or a stolen token")
+        self._close_unneeded(errors.RateLimited(text))
+        return True
+
+    def _close_unneeded(self, error: EverstepError) -> None:
+        """Refuse and close. The node is not said to have hung up, since its silence is judged by its deadlines."""
+        self._refuse(0, error)
+        self._buffer = self._parked = None
+        self.dismiss()
+        asyncio.get_running_loop().call_later(CLOSE_GRACE_S, self._transport.abort)
 
     def request_close(self) -> bool:
         """Ask the agent to hang up if the session is idle and not needed."""

@@ -14,7 +14,11 @@ import msgspec
 import pytest
 from everstep_controller.core.state import NodeRuntime
 from everstep_controller.server import session as sessions
-from everstep_controller.server.connections import DescriptorBudget
+from everstep_controller.server.connections import (
+    MAX_SESSIONS_OF_NODE,
+    USUAL_SESSIONS_OF_NODE,
+    DescriptorBudget,
+)
 from everstep_controller.server.session import MAX_HEAD_BYTES, ConnectionRouter
 
 from everstep.bearer_tokens import TokenRole
@@ -451,6 +455,104 @@ def test_session_accepts_frame_byte_by_byte(dial: Dial) -> None:
     assert not session.answer(HeartbeatAnswer).resend
 
 
+# --- frames that do not come -------------------------------------------------------------------------------------
+
+A_MEGABYTE = (1 << 20).to_bytes(4, "big") + bytes((FrameKind.HEARTBEAT,))
+
+
+def last_look(controller: Served, node: str = "n1") -> None:
+    """As if a minute had passed in which no frame came."""
+
+    def look() -> None:
+        (session,) = controller.descriptors._of_node[node]
+        session._check_owed_frame(session._frames, sessions.OWED_LOOKS)
+
+    controller.on_loop(look)
+
+
+@pytest.mark.parametrize("more", [b"", b"\0", A_MEGABYTE], ids=["silent", "a byte", "a head"])
+def test_session_without_a_first_frame_is_closed(
+    controller: Served, dial: Dial, monkeypatch: pytest.MonkeyPatch, more: bytes
+) -> None:
+    monkeypatch.setattr(sessions, "LOOK_S", 0.02)
+    session = dial()
+    session.send(more)
+    refused = session.answer(FrameRefused)
+    assert (refused.frame_kind, refused.code) == (0, "unavailable")
+    assert "no whole frame came within" in refused.message
+    assert session.ended()
+    controller.until(lambda: not controller.descriptors.open)
+
+
+def test_unfinished_frame_ends_session_without_disconnect(controller: Served, dial: Dial) -> None:
+    session = ready(dial)
+    session.send(A_MEGABYTE + b" " * 1000)
+    controller.until(lambda: controller.descriptors._of_node["n1"][0]._buffer is not None)
+    last_look(controller)
+    assert session.answer(FrameRefused).frame_kind == 0
+    assert session.ended()
+    controller.until(lambda: not controller.descriptors.open)
+    assert not controller.controller.outbox.has_receiver("n1")
+    assert live(controller).disconnected_at is None
+    assert not dial().beat().resend
+
+
+def test_session_between_heartbeats_is_not_silent(controller: Served, dial: Dial) -> None:
+    quiet = ready(dial)
+    last_look(controller)
+    assert quiet.beat().keep_open
+
+
+def test_session_that_waits_for_its_answer_is_not_silent(
+    controller: Served, dial: Dial, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A registration takes as long as the database."""
+    late: asyncio.Future[int] = controller.on_loop(asyncio.Future)
+    monkeypatch.setattr(controller.controller.agent_service, "register", lambda node, register: late)
+    session = dial()
+    session.say(FrameKind.REGISTER, registration("n1"))
+    controller.until(lambda: controller.descriptors._of_node["n1"][0]._beats_busy)
+    last_look(controller)
+    controller.on_loop(lambda: late.set_result(1))
+    assert session.answer(Registered).next_directive == 1
+
+
+# --- many sessions of one node -----------------------------------------------------------------------------------
+
+
+def test_sessions_of_one_node_are_bounded(controller: Served, dial: Dial) -> None:
+    used, other = ready(dial), ready(dial, "n2")
+    silent = [dial() for _ in range(MAX_SESSIONS_OF_NODE + 3)]
+    for session in silent[:4]:
+        refused = session.answer(FrameRefused)
+        assert (refused.frame_kind, refused.code) == (0, "rate_limited")
+        assert "node n1 has 9 sessions at once" in refused.message
+        assert session.ended()
+    controller.until(lambda: controller.descriptors.open == 1 + MAX_SESSIONS_OF_NODE)
+    assert used.beat().keep_open
+    assert other.beat().keep_open
+    assert live(controller).disconnected_at is None
+
+
+def test_newest_session_wins_after_many_broken_ones(controller: Served, dial: Dial) -> None:
+    """As after a network fault, in which the controller saw no connection end."""
+    ready(dial)
+    for _ in range(2 * MAX_SESSIONS_OF_NODE):
+        dial()
+    newest = dial()
+    assert not newest.beat().resend
+    newest.report(joined("j", 1.0))
+    assert newest.directive(NewGeneration).spec.number == 1
+    assert live(controller).disconnected_at is None
+
+
+def test_many_nodes_may_connect_at_once(controller: Served, dial: Dial) -> None:
+    fleet = [dial(f"n{number}") for number in range(40)]
+    for session in fleet:
+        session.register()
+    assert controller.descriptors.open == 40
+
+
 def shrink_buffers(controller: Served, session: AgentSession) -> None:
     """Make both ends hold little, or the kernel takes megabytes before the controller sees that nobody reads."""
     session.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -570,6 +672,17 @@ def test_steady_fleet_keeps_sessions_with_scarce_descriptors(controller: Served,
         other.send(upgrade("n2", bearer(TokenRole.AGENT, "n2")))
         assert other.head()[0] == 101
         assert not idle.beat().keep_open  # no other frame came before its answer
+
+
+def test_scarce_descriptors_close_surplus_sessions_first(controller: Served, dial: Dial) -> None:
+    idle = ready(dial)
+    silent = [dial("n2") for _ in range(USUAL_SESSIONS_OF_NODE + 2)]
+    scarce(controller)
+    with closing(Line(controller.address)):
+        for session in silent[:2]:
+            assert session.answer(FrameRefused).code == "rate_limited"
+        assert not idle.beat().keep_open  # no other frame came before its answer
+        assert not any(session.broken() for session in silent[2:])
 
 
 @pytest.mark.slow
