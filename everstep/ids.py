@@ -40,6 +40,10 @@ JobId = Annotated[str, full_match(NAME_PATTERN)]
 TraceId = Annotated[str, msgspec.Meta(max_length=64)]
 """One stimulus and all its consequences: in every message, log line and audit row of a failure."""
 
+ShortText = Annotated[str, msgspec.Meta(max_length=4096)]
+LongText = Annotated[str, msgspec.Meta(max_length=65536)]
+"""Text of a client. Every text that a client can send has a bound, since it may be stored, logged and shown."""
+
 NonNegativeInt = Annotated[int, msgspec.Meta(ge=0, lt=1 << 53)]
 """A count or a number that every JSON reader and every database column holds exactly."""
 

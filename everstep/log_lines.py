@@ -41,10 +41,11 @@ class LogThrottle:
             self._said += 1
         if left_out:
             self._log.log(level, "%d lines like the next one were left out of the log", left_out, extra=extra)
-        self._log.log(level, "%s", _shortened(message % args), extra=extra)
+        self._log.log(level, "%s", shortened(message % args), extra=extra)
 
 
-def _shortened(text: str) -> str:
+def shortened(text: str) -> str:
+    """Return a log message, cut to MAX_CHARACTERS."""
     return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}... ({len(text)} characters)"
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from enum import StrEnum
 from itertools import chain
+from typing import Annotated
 
 import msgspec
 
-from everstep.ids import NodeId, SafeInt, TraceId
+from everstep.ids import LongText, NodeId, SafeInt, ShortText, TraceId
 
 
 class FindingKind(StrEnum):
@@ -203,6 +204,10 @@ class GenerationReason(StrEnum):
     OPERATOR = "operator"
 
 
+FindingSubject = Annotated[str, msgspec.Meta(max_length=2048)]
+"""Shorter than a finding's key, of which it is a part."""
+
+
 class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A fact about a node, with the data to check it.
 
@@ -217,19 +222,19 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """
 
     kind: FindingKind
-    subject: str
+    subject: FindingSubject
     severity: Severity
-    message: str
+    message: LongText
     action: Action = Action.NONE
     mode: Mode = Mode.ENFORCE
-    rule: str = ""
-    source: str = ""
+    rule: ShortText = ""
+    source: ShortText = ""
     value: float | None = None
     threshold: float | None = None
     xid: SafeInt | None = None
     since: float = 0.0
     trace: TraceId = ""
-    evidence: dict[str, str] = {}
+    evidence: dict[ShortText, LongText] = {}
 
     @property
     def key(self) -> str:

@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from everstep.bearer_tokens import Identity
 from everstep.errors import EverstepError, MalformedMessage, NotFound, Outdated, RateLimited
+from everstep.log_lines import shortened
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.agent import MAX_BODY_BYTES
 from everstep_controller.api.admission import STRANGER, AdmissionControl, RequestReservation, SliceScheduler
@@ -266,7 +267,7 @@ def install_error_handlers(app: FastAPI, metrics: Metrics) -> None:
     @app.exception_handler(Exception)
     async def internal(request: Request, error: Exception) -> Response:
         metrics.count_refused(_route(request), "internal")
-        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        log.error("%s %s failed", request.method, shortened(request.url.path), exc_info=error)
         return _answer(500, "internal", "internal error of the controller: its log has the details", {})
 
 

@@ -27,6 +27,7 @@ from everstep_controller.read_models import fleet_views
 from everstep_controller.server import responses
 from everstep_controller.store import reader
 from everstep_controller.store.reader import EventPage
+from everstep_controller.store.rows import decode_stored
 from everstep_controller.store.table_access import PREFIXES
 from everstep_controller.store.threads import DatabaseStore
 
@@ -167,7 +168,7 @@ def _last_seen(header: str) -> int:
 
 
 def _finding(row: dict[str, Any]) -> operator_history.FindingRecord:
-    found = msgspec.json.decode(row["doc"], type=Finding)
+    found = decode_stored(row["doc"], Finding)
     return operator_history.FindingRecord(
         id=row["id"], node=row["node"], finding=found, raised_at=row["at"], cleared_at=row["cleared_at"]
     )
@@ -178,11 +179,11 @@ def _checkpoint(row: dict[str, Any]) -> operator_history.Checkpoint:
 
 
 def _verdict(doc: str) -> Verdict:
-    return msgspec.json.decode(doc, type=Verdict)
+    return decode_stored(doc, Verdict)
 
 
 def _generation(row: dict[str, Any]) -> GenerationSpec:
-    return msgspec.structs.replace(msgspec.json.decode(row["doc"], type=GenerationSpec), secret="")
+    return msgspec.structs.replace(decode_stored(row["doc"], GenerationSpec), secret="")
 
 
 class _RemediationDetails(msgspec.Struct):

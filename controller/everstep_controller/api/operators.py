@@ -36,6 +36,7 @@ from everstep_controller.runtime.loop import FleetLoop
 from everstep_controller.runtime.transaction import Transaction, new_trace
 from everstep_controller.server import responses
 from everstep_controller.store import reader
+from everstep_controller.store.rows import decode_stored
 from everstep_controller.store.threads import DatabaseStore
 
 log = logging.getLogger(__name__)
@@ -202,7 +203,7 @@ class OperatorRoutes:
         if endpoints.is_known(request, tag):
             return endpoints.TaggedAnswer(detail, tag)
         docs = await self.store.query(lambda held: reader.newest_verdicts(held, node, MAX_VERDICTS_IN_DETAIL))
-        verdicts = tuple(msgspec.json.decode(doc, type=Verdict) for doc in docs)
+        verdicts = tuple(decode_stored(doc, Verdict) for doc in docs)
         return endpoints.TaggedAnswer(msgspec.structs.replace(detail, verdicts=verdicts), tag)
 
     async def node_gpus(self, request: Request, _who: Identity) -> op.NodeGpus:
@@ -235,7 +236,7 @@ class OperatorRoutes:
         """Return the job with its newest recoveries, the last of which may not be complete."""
         detail = fleet_views.job_detail(self.context, job)
         docs = await self.store.query(lambda held: reader.newest_recoveries(held, job, max_recoveries))
-        recoveries = [msgspec.json.decode(doc, type=op.GenerationRecovery) for doc in docs]
+        recoveries = [decode_stored(doc, op.GenerationRecovery) for doc in docs]
         current = self.loop.read_models.recoveries.current(self.context.job(job))
         if current is not None and current.duration_s is None:
             recoveries.append(current)
@@ -255,8 +256,8 @@ class OperatorRoutes:
                 reader.verdicts_of_decision(held, Decision.CORRELATED, since=detail.created_at, until=until),
             )
         )
-        verdicts = [msgspec.json.decode(doc, type=Verdict) for doc in docs]
-        rolled_back = [msgspec.json.decode(doc, type=Verdict) for doc in later]
+        verdicts = [decode_stored(doc, Verdict) for doc in docs]
+        rolled_back = [decode_stored(doc, Verdict) for doc in later]
         await endpoints.yield_to_agents(request)
         record, nodes = self.context.job(job), self.context.state.nodes
         return make_receipt(

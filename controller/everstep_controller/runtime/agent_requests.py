@@ -18,6 +18,7 @@ from everstep_controller.core import events as ev
 from everstep_controller.read_models.prometheus import Metrics
 from everstep_controller.runtime.intake import Urgency
 from everstep_controller.runtime.loop import FleetLoop
+from everstep_controller.runtime.rate_limits import NodeLog
 from everstep_controller.runtime.transaction import Transaction, new_trace
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,7 @@ class AgentRequests:
         }
         self._poisoned = poisoned_reports
         self._first_heartbeats: dict[str, int] = {}
+        self.log_line = NodeLog(log, loop.now)
 
     def check_incarnation(self, node: str, incarnation: int) -> None:
         """Raise NotFound if the node or incarnation must register first, StaleGeneration if it is outdated."""
@@ -72,7 +74,7 @@ class AgentRequests:
                 outbox.acknowledge(node, first - 1)
                 outbox.dismiss(node, register.incarnation)
             facts = (node, register.incarnation, register.agent_version, len(register.gpus))
-            log.info("node %s registered: incarnation %d, agent %s, %d GPUs", *facts, extra={"node": node})
+            self.log_line(logging.INFO, node, "node %s registered: incarnation %d, agent %s, %d GPUs", *facts)
             return first
 
         return self._loop.enqueue(begin_incarnation, register.node)
@@ -152,7 +154,7 @@ class AgentRequests:
         except EverstepError as error:
             # For example about a deleted job: count it as taken so that others are not held up.
             self._metrics.count_refused("agents/reports/one", error.code)
-            log.warning("report %d (%s) refused: %s", number, type(body).__name__, error, extra={"node": node})
+            self.log_line(logging.WARNING, node, "report %d (%s) refused: %s", number, type(body).__name__, error)
 
     def take_disconnect(self, node: str, incarnation: int) -> None:
         """Record that the node closed its only connection."""
@@ -160,7 +162,7 @@ class AgentRequests:
         try:
             handled = self._loop.enqueue(lambda tx, now: tx.handle_ephemeral(event, now), node)
         except EverstepError as error:  # nobody is left to answer
-            log.info("the disconnect of node %s was not recorded: %s", node, error, extra={"node": node})
+            self.log_line(logging.INFO, node, "the disconnect of node %s was not recorded: %s", node, error)
         else:
             handled.add_done_callback(ignore_result)
 

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Hashable
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from everstep.errors import Unavailable
+from everstep.log_lines import PERIOD_S, shortened
 from everstep_controller.core import events as ev
 from everstep_controller.core.effects import AuditEntry
 
@@ -28,6 +29,8 @@ MAX_BUCKETS = 1 << 17
 SUPPRESSED = "events.suppressed"
 """Kind of the entry that reports how many entries were not stored."""
 REPORT_INTERVAL_S = 60.0
+NODE_LINES = 10
+"""Lines that one node may cause at once in the controller's log."""
 
 
 class TokenBuckets(Generic[K]):
@@ -65,6 +68,31 @@ class TokenBuckets(Generic[K]):
         self._full_at = {key: full_at for key, full_at in self._full_at.items() if full_at > now}
         if len(self._full_at) > self._max_keys // 2:
             self._full_at.clear()
+
+
+class NodeLog:
+    """Logs lines that a node's agent can cause: ``NODE_LINES`` at once, then one in each period of a log throttle.
+
+    Each node has its own allowance, so one of them hides no line of others when a whole fleet registers. The number of
+    lines left out precedes the node's next line.
+    """
+
+    def __init__(self, logger: logging.Logger, now: Callable[[], float]) -> None:
+        half_a_line = 0.5  # absorbs rounding of large times
+        self._log = logger
+        self._now = now
+        self._buckets: TokenBuckets[str] = TokenBuckets(1.0 / PERIOD_S, (NODE_LINES + half_a_line) * PERIOD_S)
+        self._left_out: Counter[str] = Counter()
+
+    def __call__(self, level: int, node: str, message: str, *args: object) -> None:
+        """Log a line about ``node``, shortened, or count it."""
+        if self._buckets.take(node, self._now()):
+            self._left_out[node] += 1
+            return
+        extra = {"node": node}
+        if left_out := self._left_out.pop(node, 0):
+            self._log.log(level, "%d lines about node %s were left out of the log", left_out, node, extra=extra)
+        self._log.log(level, "%s", shortened(message % args), extra=extra)
 
 
 class EventQuota:

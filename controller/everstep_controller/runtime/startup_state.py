@@ -19,7 +19,7 @@ from everstep_controller.core.state import FleetState
 from everstep_controller.runtime.transaction import json_text, without_findings
 from everstep_controller.store import table_access, tables
 from everstep_controller.store.reader import NO_ROW_VERSIONS, RowVersions, changed_nodes
-from everstep_controller.store.rows import AuditRow, Batch, CredentialRow, LoadedState
+from everstep_controller.store.rows import AuditRow, Batch, CredentialRow, LoadedState, decode_stored
 
 # ---- read ahead
 # A fleet whose leader died waits while its successor restores the state, which consists mostly of node records. Records
@@ -44,7 +44,7 @@ def read_records(connection: Connection, known: KnownRecords) -> KnownRecords:
     records = {node: known.records[node] for node in found.unchanged}
     for row in found.rows:
         try:
-            records[row.node] = msgspec.json.decode(row.doc, type=NodeRecord)
+            records[row.node] = decode_stored(row.doc, NodeRecord)
         except DECODE_ERRORS:  # written by another release; the leader reports it
             continue
         versions[row.node] = row.row_version
@@ -54,14 +54,14 @@ def read_records(connection: Connection, known: KnownRecords) -> KnownRecords:
 def restore_state(policy: CorePolicy, loaded: LoadedState, known: KnownRecords = NO_RECORDS) -> FleetState:
     """Return the stored state. It contains the ``known`` record objects themselves."""
     nodes = {node: known.records[node] for node in loaded.unchanged}
-    nodes |= {node: msgspec.json.decode(doc, type=NodeRecord) for node, doc in loaded.nodes.items()}
+    nodes |= {node: decode_stored(doc, NodeRecord) for node, doc in loaded.nodes.items()}
     for (node, key), doc in loaded.active_findings.items():
-        nodes[node].health.agent_findings[key] = msgspec.json.decode(doc, type=Finding)
+        nodes[node].health.agent_findings[key] = decode_stored(doc, Finding)
     return startup.restore_state(
         policy,
         msgspec.json.decode(loaded.fleet, type=FleetRecord) if loaded.fleet is not None else None,
         list(nodes.values()),
-        [msgspec.json.decode(doc, type=JobRecord) for doc in loaded.jobs.values()],
+        [decode_stored(doc, JobRecord) for doc in loaded.jobs.values()],
         [
             VersionRecord(
                 job=row.job,
@@ -117,10 +117,10 @@ def set_times_back(loaded: LoadedState, known: KnownRecords, wall: float) -> tup
         return wall if at <= newest else at - (newest - wall)
 
     def moved(doc: str, kind: type[Any]) -> str:
-        return json_text(shift_times(msgspec.json.decode(doc, type=kind), move))
+        return json_text(shift_times(decode_stored(doc, kind), move))
 
     records = [known.records[node] for node in loaded.unchanged]
-    records += [msgspec.json.decode(doc, type=NodeRecord) for doc in loaded.nodes.values()]
+    records += [decode_stored(doc, NodeRecord) for doc in loaded.nodes.values()]
     nodes = {record.node: json_text(shift_times(without_findings(record), move)) for record in records}
     jobs = {job: moved(doc, JobRecord) for job, doc in loaded.jobs.items()}
     fleet = loaded.fleet and moved(loaded.fleet, FleetRecord)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -12,7 +11,6 @@ import msgspec
 
 from everstep.clock import Clock
 from everstep.errors import MalformedMessage, NotFound, Unavailable
-from everstep.log_lines import LogThrottle
 from everstep.wire.framing import SUPPORTED_VERSIONS, negotiate
 from everstep.wire.v1.agent import Heartbeat, Register, Registered, Reports
 from everstep_controller.core import engine
@@ -24,8 +22,6 @@ from everstep_controller.runtime.loop import FleetLoop
 from everstep_controller.runtime.push import EncodedDirective
 from everstep_controller.server import responses
 from everstep_controller.server.connections import DescriptorBudget
-
-log = logging.getLogger(__name__)
 
 # ---- serial work
 # Slow work runs one item per turn of the event loop, so that heartbeats are answered in between.
@@ -98,7 +94,7 @@ class AgentService:
         self._state = self.loop.state
         self._gpu_gauges = self.loop.read_models.gpu_gauges
         self._now = self.loop.now
-        self.log_line = LogThrottle(log, self.clock.monotonic)  # for lines that agents can cause
+        self.log_line = self.requests.log_line
 
     def should_keep_open(self, node: str) -> bool:
         """Return whether the node's session stays open between heartbeats; see ``HeartbeatAnswer``."""

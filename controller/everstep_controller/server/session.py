@@ -61,8 +61,6 @@ def _json_push_frame(directives: list[OutgoingDirective]) -> bytes:
     return encode_frame(FrameKind.PUSH, responses.encode(_Directives(tuple(one.encode() for one in directives))))
 
 
-log = logging.getLogger(__name__)
-
 MAX_PARKED = 16
 """Frames of one session that may wait; with more frames or bytes, reading pauses."""
 MAX_PARKED_BYTES = 256 << 10
@@ -203,7 +201,8 @@ class AgentSession(asyncio.Protocol):
     def _cut(self) -> None:
         """Cut the session of an agent that does not read. Its directives wait until it returns."""
         self._service.metrics.sessions_cut.inc()
-        log.warning("node %s does not read its directives: closing its session", self._node)
+        line = "node %s does not read its directives: closing its session"
+        self._service.log_line(logging.WARNING, self._node, line, self._node)
         self._closed = True
         self._transport.abort()
 
@@ -237,7 +236,8 @@ class AgentSession(asyncio.Protocol):
         if self._attached or self._closed:
             return False
         text = f"node {self._node} has {count} sessions at once, and its agent needs one: closing the oldest unused one"
-        self._service.log_line(logging.WARNING, f"{text}. Look for a second agent of this name, or a stolen token")
+        advice = "Look for a second agent of this name, or a stolen token"
+        self._service.log_line(logging.WARNING, self._node, "%s. %s", text, advice)
         self._close_unneeded(errors.RateLimited(text))
         return True
 

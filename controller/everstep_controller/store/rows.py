@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence, Set
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -268,6 +268,29 @@ class LoadedState(msgspec.Struct, frozen=True, kw_only=True):
     credentials: list[CredentialRow] = []
     remediations: list[RemediationRow] = []
     alerts: list[AlertRow] = []
+
+
+# ---- stored documents
+
+T = TypeVar("T")
+MAX_STORED_TEXT = 2048
+"""Longest text of a message that has a bound at all, but for stacks and findings' sentences."""
+
+
+def decode_stored(doc: str, kind: type[T]) -> T:
+    """Return a stored document. An earlier release took texts of any length: if one is too long now, all are cut."""
+    try:
+        return msgspec.json.decode(doc, type=kind)
+    except msgspec.ValidationError:
+        return msgspec.json.decode(msgspec.json.encode(_cut_texts(msgspec.json.decode(doc))), type=kind)
+
+
+def _cut_texts(part: Any) -> Any:
+    if isinstance(part, str):
+        return part[:MAX_STORED_TEXT]
+    if isinstance(part, dict):
+        return {name: _cut_texts(value) for name, value in part.items()}
+    return [_cut_texts(one) for one in part] if isinstance(part, list) else part
 
 
 # ---- cursors

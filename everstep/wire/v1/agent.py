@@ -8,9 +8,9 @@ from typing import Annotated
 
 import msgspec
 
-from everstep.ids import Address, Incarnation, NodeId, NonNegativeInt, SafeInt, full_match
+from everstep.ids import Address, Incarnation, NodeId, NonNegativeInt, SafeInt, ShortText, full_match
 from everstep.vocabulary import Finding
-from everstep.wire.v1.base import Message, ShortText
+from everstep.wire.v1.base import Message
 from everstep.wire.v1.directives import Directive
 from everstep.wire.v1.training import AnyReport, RankProgress
 
@@ -117,11 +117,11 @@ class Gpu(Message, frozen=True, kw_only=True, gc=False):
     """
 
     index: SafeInt
-    uuid: str
-    name: str
-    pci_bus_id: str
+    uuid: ShortText
+    name: ShortText
+    pci_bus_id: ShortText
     memory_bytes: SafeInt
-    serial: str = ""
+    serial: ShortText = ""
     part_number: HardwareText = ""
     vbios: HardwareText = ""
     inforom: HardwareText = ""
@@ -151,9 +151,9 @@ UNKNOWN_HOST = Host()
 class Domain(Message, frozen=True, kw_only=True, gc=False):
     """Failure domains of a node; nodes with equal strings fail together."""
 
-    rack: str = ""
-    switch: str = ""
-    power: str = ""
+    rack: ShortText = ""
+    switch: ShortText = ""
+    power: ShortText = ""
 
     def __post_init__(self) -> None:
         _intern_fields(self, "rack", "switch", "power")
@@ -172,10 +172,10 @@ class Register(Message, frozen=True, kw_only=True):
     protocols: tuple[SafeInt, ...]
     node: NodeId
     incarnation: Incarnation
-    agent_version: str
+    agent_version: HardwareText
     vault: Address
-    boot_id: str = ""
-    driver_version: str = ""
+    boot_id: HardwareText = ""
+    driver_version: HardwareText = ""
     domain: Domain = Domain()
     labels: Labels = {}
     gpus: tuple[Gpu, ...] = ()

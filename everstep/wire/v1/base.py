@@ -10,7 +10,6 @@ import msgspec
 from everstep.ids import JobId, TraceId
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-ShortText = Annotated[str, msgspec.Meta(max_length=4096)]
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

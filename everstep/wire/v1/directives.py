@@ -7,9 +7,20 @@ from typing import Annotated
 
 import msgspec
 
-from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, NonNegativeInt, Rank, TraceId, Version
+from everstep.ids import (
+    Address,
+    GenerationNumber,
+    Incarnation,
+    JobId,
+    NodeId,
+    NonNegativeInt,
+    Rank,
+    ShortText,
+    TraceId,
+    Version,
+)
 from everstep.vocabulary import ProbeKind
-from everstep.wire.v1.base import Message, ShortText
+from everstep.wire.v1.base import Message
 from everstep.wire.v1.training import GenerationSpec
 from everstep.wire.v1.vault_reports import ParityGroup
 

@@ -18,8 +18,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from everstep.ids import GenerationNumber, JobId, NodeId, NonNegativeInt, Rank, Version
-from everstep.wire.v1.base import Message, ShortText
+from everstep.ids import GenerationNumber, JobId, NodeId, NonNegativeInt, Rank, ShortText, Version
+from everstep.wire.v1.base import Message
 from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob, VersionNotice
 from everstep.wire.v1.training import (
     AuditsClean,
@@ -62,7 +62,7 @@ class ConfigureJob(_JobRequest, frozen=True, kw_only=True, tag=True):
     """
 
     generation: GenerationNumber
-    secret: str
+    secret: ShortText
     holders: tuple[Holder, ...]
 
 
@@ -435,7 +435,7 @@ class Fetch(_JobRequest, frozen=True, kw_only=True, tag=True):
     rank: Rank
     version: Version
     ranges: tuple[tuple[int, int], ...]
-    target_path: str
+    target_path: ShortText
     target_offset: int = 0
     parity_group: ParityGroup | None = None
 

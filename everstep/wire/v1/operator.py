@@ -10,10 +10,10 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, Rank, TraceId, Version
+from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, Rank, ShortText, TraceId, Version
 from everstep.vocabulary import AuditLink, Finding, GenerationReason, JobState, NodeState, Verdict
 from everstep.wire.v1.agent import UNKNOWN_HOST, Domain, Gpu, Host
-from everstep.wire.v1.base import Message, OperatorRequest, ShortText
+from everstep.wire.v1.base import Message, OperatorRequest
 from everstep.wire.v1.training import GenerationSpec, JobSpec, Member, SdcMode, SdcPreset
 
 

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from everstep.ids import JobId, NodeId, TraceId, Version
+from everstep.ids import JobId, NodeId, ShortText, TraceId, Version
 from everstep.vocabulary import Action, Finding, NodeState, Verdict
 from everstep.wire.v1.agent import UNKNOWN_HOST, Domain, Gpu, Host
-from everstep.wire.v1.base import Message, OperatorRequest, Request, ShortText
+from everstep.wire.v1.base import Message, OperatorRequest, Request
 
 # ---- evidence: one document that accompanies a node to repair
 
@@ -219,8 +219,10 @@ class PolicyDocument(Message, frozen=True, kw_only=True):
 class PolicyChange(Request, frozen=True, kw_only=True):
     """A change to try: knobs by name, and rules that replace, key by key, those of the same kind and name."""
 
-    knobs: Annotated[dict[str, float | int | bool | str | list[float | int] | None], msgspec.Meta(max_length=200)] = {}
-    rules: Annotated[tuple[dict[str, Any], ...], msgspec.Meta(max_length=200)] = ()
+    knobs: Annotated[
+        dict[ShortText, float | int | bool | ShortText | list[float | int] | None], msgspec.Meta(max_length=200)
+    ] = {}
+    rules: Annotated[tuple[dict[ShortText, Any], ...], msgspec.Meta(max_length=200)] = ()
 
 
 class PolicyCheckResult(Message, frozen=True, kw_only=True):

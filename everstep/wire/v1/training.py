@@ -12,15 +12,17 @@ from everstep.ids import (
     GenerationNumber,
     Incarnation,
     JobId,
+    LongText,
     NodeId,
     NonNegativeInt,
     Rank,
     SafeInt,
+    ShortText,
     TraceId,
     Version,
 )
 from everstep.vocabulary import AuditLink, AuditRole, Finding, GenerationReason, RankActivity
-from everstep.wire.v1.base import Message, Report, Request, ShortText
+from everstep.wire.v1.base import Message, Report, Request
 from everstep.wire.v1.vault_reports import Protection, VersionProtected, VersionSpilled
 
 SdcPreset = Literal["off", "light", "standard", "paranoid"]
@@ -28,7 +30,6 @@ SdcPreset = Literal["off", "light", "standard", "paranoid"]
 SdcMode = Literal["report", "enforce"]
 """What follows from a difference. ``report``: a finding and an event. ``enforce``: also strikes, evictions, and steps
 that are computed again."""
-LongText = Annotated[str, msgspec.Meta(max_length=65536)]
 
 
 class SpillPlan(Request, frozen=True, kw_only=True):
@@ -117,7 +118,7 @@ class Holder(Message, frozen=True, kw_only=True, gc=False):
 
     node: NodeId
     vault: Address
-    rack: str = ""
+    rack: ShortText = ""
 
 
 class RestoreRule(Message, frozen=True, kw_only=True):
@@ -406,7 +407,7 @@ class VersionSealed(Report, frozen=True, kw_only=True, tag=True):
     durable: bool
     commit_candidate: bool = False
     full_copies: tuple[NodeId, ...] = ()
-    digests: dict[str, str] = {}
+    digests: dict[ShortText, ShortText] = {}
     partial_copies: tuple[NodeId, ...] = ()
     kind: Annotated[str, msgspec.Meta(max_length=256)] = ""
 
@@ -473,7 +474,7 @@ class Resumed(Report, frozen=True, kw_only=True, tag=True):
     rank: Rank
     step: SafeInt
     restored: Version | None
-    phases_s: dict[str, float]
+    phases_s: dict[ShortText, float]
     finished_step: SafeInt | None = None
 
 
@@ -529,7 +530,7 @@ class FindingRaised(Message, frozen=True, kw_only=True, tag=True):
 class FindingCleared(Message, frozen=True, kw_only=True, tag=True):
     """A finding's clearing rule holds."""
 
-    key: str
+    key: ShortText
     trace: TraceId = ""
 
 
@@ -544,7 +545,7 @@ class ProbeFinished(Message, frozen=True, kw_only=True, tag=True):
             them. A failure without it says nothing, and neither does one of an agent that does not know the field.
     """
 
-    probe: str
+    probe: ShortText
     ok: bool
     detail: ShortText = ""
     rows: tuple[tuple[SafeInt, float, float], ...] = ()

@@ -27,10 +27,10 @@ from typing import Annotated
 import msgspec
 
 from everstep.errors import BY_CODE, EverstepError
-from everstep.ids import GenerationNumber, JobId, NodeId, Rank, Version
+from everstep.ids import GenerationNumber, JobId, NodeId, Rank, ShortText, Version
 from everstep.layout.manifests import MAX_MANIFEST_BYTES
 from everstep.native import DIGEST_BYTES
-from everstep.wire.v1.base import Message, ShortText
+from everstep.wire.v1.base import Message
 from everstep.wire.v1.local import SlotInfo
 from everstep.wire.v1.vault_reports import ParityGroup
 

@@ -7,8 +7,8 @@ from typing import Annotated
 
 import msgspec
 
-from everstep.ids import NodeId, NonNegativeInt, Rank, Version
-from everstep.wire.v1.base import Message, Report, ShortText
+from everstep.ids import NodeId, NonNegativeInt, Rank, ShortText, Version
+from everstep.wire.v1.base import Message, Report
 
 
 class ParityGroup(Message, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,14 @@ import pytest
 from everstep_controller.core import events as ev
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.runtime import rate_limits
-from everstep_controller.runtime.rate_limits import SUPPRESSED, EventQuota, TokenBuckets, causing_node
+from everstep_controller.runtime.rate_limits import (
+    NODE_LINES,
+    SUPPRESSED,
+    EventQuota,
+    NodeLog,
+    TokenBuckets,
+    causing_node,
+)
 from everstep_controller.runtime.transaction import Transaction
 from hypothesis import given
 from hypothesis import strategies as st
@@ -35,6 +43,21 @@ def test_rate_limit_buckets_have_bounded_memory() -> None:
         buckets.take(key, 10.0)
     buckets.take(-1, 20.0)
     assert len(buckets) <= 101
+
+
+def test_node_log_limits_each_node_by_itself(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    now = 1_790_000_000.0
+    log_line = NodeLog(logging.getLogger("nodes"), lambda: now)
+    for number in range(100):
+        log_line(logging.INFO, "n1", "n1 registered %s", number)
+    log_line(logging.INFO, "n2", "n2 registered")
+    assert caplog.messages == [*(f"n1 registered {number}" for number in range(NODE_LINES)), "n2 registered"]
+    caplog.clear()
+    now += 11.0
+    log_line(logging.WARNING, "n1", "%s", "x" * 900_000)
+    assert caplog.messages[0] == "90 lines about node n1 were left out of the log"
+    assert len(caplog.messages[1]) < 600
 
 
 def test_exhausted_bucket_survives_pruning_of_idle_ones() -> None:

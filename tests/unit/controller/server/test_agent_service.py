@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from starlette.testclient import TestClient
 from everstep.bearer_tokens import TokenRole
 from everstep.vocabulary import Finding, FindingKind, NodeState, Severity
 from everstep.wire.v1 import operator as op
-from everstep.wire.v1.agent import MAX_FINDINGS, Register
+from everstep.wire.v1.agent import MAX_FINDINGS, Domain, Register
 from everstep.wire.v1.directives import NewGeneration
 from everstep.wire.v1.training import FindingRaised, RankLost, RankProgress
 from tests.support.controllers import (
@@ -108,6 +109,22 @@ def test_registration_with_too_many_findings_is_refused(client: TestClient) -> N
     many = tuple(msgspec.structs.replace(WARNING, subject=f"/mnt/{number}") for number in range(MAX_FINDINGS + 1))
     with pytest.raises(Refused, match=f"length <= {MAX_FINDINGS}"):
         Speaker(client, "n1").register(findings=many)
+    assert get(client, "/v1/nodes", op.NodeList).nodes == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "place"),
+    [
+        ({"agent_version": "x" * 900_000}, "agent_version"),
+        ({"domain": Domain(rack="x" * 10_000)}, "domain.rack"),
+        ({"findings": (msgspec.structs.replace(WARNING, message="x" * 100_000),)}, "findings[0].message"),
+    ],
+)
+def test_registration_with_long_text_is_refused(client: TestClient, fields: dict[str, Any], place: str) -> None:
+    with pytest.raises(
+        Refused, match=rf"not a valid message: Expected `str` of length <= \d+ - at `\$\.{re.escape(place)}`"
+    ):
+        Speaker(client, "n1").register(**fields)
     assert get(client, "/v1/nodes", op.NodeList).nodes == ()
 
 
