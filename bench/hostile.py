@@ -13,6 +13,7 @@ Attacks on one controller process whose fleet beats once a second:
   waits of agents' beats beside the route that delays them most.
 * sessions: the token of one agent opens 1,500 sessions with 1 MB of an unfinished frame each, and then 3,000 that say
   nothing. The figures are the controller's memory, and how many sessions stay open.
+* scrapes: strangers connect to an agent's ``/metrics`` and say nothing. The figure is the longest scrape.
 * texts: the same token registers with 900 KB of text for 15 s. The figure is the growth of the controller's log.
 """
 
@@ -26,16 +27,20 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
+from everstep_agent.metrics import MetricsServer
+from prometheus_client import CollectorRegistry
 
 from bench.load import messages, trials
 from bench.load.fleet import Controller, Fleet
 from bench.table import Row, finish, parser_of
 from everstep.bearer_tokens import TokenRole, mint
+from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.agent import MAX_BODY_BYTES, PREFIX_BYTES, UPGRADE, FrameKind, Register, encode_frame
 
 MIB = 1 << 20
@@ -69,6 +74,7 @@ SILENT_SESSIONS = 3000
 STOLEN = "stolen-agent"
 TEXT_CHARACTERS = 900_000
 TEXTS_S = 15.0
+SCRAPES = 10
 
 
 # --- strangers ---------------------------------------------------------------------------------------------------
@@ -211,6 +217,30 @@ def routes(fleet: Fleet, seconds: float) -> list[Row]:
     return rows
 
 
+# --- an agent's own port -----------------------------------------------------------------------------------------
+
+
+def scrapes() -> list[Row]:
+    """How long an agent's metrics take beside strangers who connect to its port and say nothing."""
+    server = MetricsServer("127.0.0.1", 0, lambda: "secret", CollectorRegistry(), SYSTEM_CLOCK)
+    request = urllib.request.Request(f"http://{server.address}/metrics", headers={"Authorization": "Bearer secret"})
+    waits = []
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.close)
+        for _ in range(SCRAPES):
+            for _ in range(ROUTE_STRANGERS):  # the server closes the earlier ones
+                stack.enter_context(contextlib.closing(_connected(server.address)))
+            began = time.perf_counter()
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                answer.read()
+            waits.append(time.perf_counter() - began)
+    return [
+        Row(
+            f"an agent's metrics beside {ROUTE_STRANGERS} idle strangers, longest", max(waits) * 1e3, "ms", 1000.0, 50.0
+        )
+    ]
+
+
 # --- a viewer's token --------------------------------------------------------------------------------------------
 
 
@@ -343,7 +373,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--settings", default="", help="lines of TOML for the controller")
-    parser.add_argument("--only", choices=("flood", "routes", "sessions", "texts", "trailers"), default="")
+    parser.add_argument("--only", choices=("flood", "routes", "scrapes", "sessions", "texts", "trailers"), default="")
     options, texts_s = parser.parse_args(), TEXTS_S
     if options.quick:
         options.nodes, options.seconds, options.rounds, texts_s = 500, 4.0, 1, 3.0
@@ -360,6 +390,7 @@ def main() -> int:
             "flood": lambda: flood(fleet, options.connections, options.seconds, options.rounds),
             "routes": lambda: routes(fleet, options.seconds / 3),
             "sessions": lambda: sessions(controller),
+            "scrapes": scrapes,
             "texts": lambda: texts(controller, texts_s),
             "trailers": lambda: trailers(controller),
         }

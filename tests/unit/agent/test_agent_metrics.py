@@ -26,6 +26,7 @@ from everstep.log_lines import BURST
 from everstep.vocabulary import Finding, FindingKind, Severity
 from everstep.wire.v1.agent import Domain, Gpu
 from everstep.wire.v1.local import StatisticsAnswer
+from tests.support.waiting import until
 
 DEADLINE_S = 60.0
 BUS = "0000:1b:00"
@@ -250,11 +251,11 @@ def test_scrapers_hanging_up_leave_few_lines_and_no_traceback(caplog: pytest.Log
             with socket.create_connection((host, int(port)), DEADLINE_S) as connection:
                 connection.sendall(b"GET /met")
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closed by a reset
-        assert ask(server, Authorization="Bearer secret")[0] == 200  # those before are over
+        assert ask(server, Authorization="Bearer secret")[0] == 200
+        until(lambda: sum("a scrape from" in message for message in caplog.messages) == BURST, "the last line")
     finally:
         server.close()
-    lines = [record for record in caplog.records if "a scrape from" in record.message]
-    assert len(lines) == BURST
+    assert sum("a scrape from" in message for message in caplog.messages) == BURST
     assert not any(record.exc_info for record in caplog.records)
 
 
@@ -279,3 +280,36 @@ def test_slow_scraper_does_not_block_other_scrapers(monkeypatch: pytest.MonkeyPa
             ended.set()
             dripping.join()
             server.close()
+
+
+@pytest.mark.parametrize("said", [b"", b"GET /met"], ids=["silent", "unfinished"])
+def test_idle_strangers_do_not_delay_scrapes(monkeypatch: pytest.MonkeyPatch, said: bytes) -> None:
+    monkeypatch.setattr(metrics, "REQUEST_TIMEOUT_S", 2 * DEADLINE_S)  # no stranger leaves before the scraper gives up
+    server = MetricsServer("127.0.0.1", 0, lambda: "secret", AgentCollector(numbers, dcgm_names=False), ManualClock())
+    host, _, port = server.address.rpartition(":")
+    with contextlib.ExitStack() as stack:
+        stack.callback(server.close)
+        for _ in range(2 * metrics.MAX_CONNECTIONS):
+            line = stack.enter_context(socket.create_connection((host, int(port)), DEADLINE_S))
+            line.sendall(said)
+        assert ask(server, Authorization="Bearer secret")[0] == 200
+
+
+def test_metrics_server_answers_strange_requests() -> None:
+    server = MetricsServer("127.0.0.1", 0, lambda: "secret", AgentCollector(numbers, dcgm_names=False), ManualClock())
+    host, _, port = server.address.rpartition(":")
+    try:
+        for said, status in (
+            (b"POST /metrics HTTP/1.1\r\n\r\n", b"405"),
+            (b"\xff\r\n\r\n", b"405"),
+            (b"GET /metrics\r\nAuthorization: Bearer \xc3\xa9\r\n\r\n", b"401"),
+            (b"GET /metrics HTTP/1.1\r\nauthorization:Bearer secret\r\n\r\n", b"200"),
+        ):
+            with socket.create_connection((host, int(port)), DEADLINE_S) as line:
+                line.sendall(said)
+                assert line.recv(4096).split(b" ")[1] == status
+        with socket.create_connection((host, int(port)), DEADLINE_S) as line, contextlib.suppress(ConnectionError):
+            line.sendall(b"GET /metrics HTTP/1.1\r\nX: " + b"x" * metrics.MAX_HEAD_BYTES * 4)
+            assert line.recv(4096) == b""
+    finally:
+        server.close()
