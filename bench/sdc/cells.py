@@ -140,9 +140,6 @@ class Measure:
         self._windows: dict[tuple[Config, str], int] = {}
         self._thresholds: dict[Config, Thresholds] = {}
         self._checkpoints: Checkpoints | None = None
-        self._prepared: Config | None = None
-        """The configuration whose undisturbed run the ranks know."""
-        self._prepared_window = 0
 
     def intervals(self, config: Config, preset: str) -> dict[str, int]:
         """Return the intervals of a preset, as the chain once chose them on this machine."""
@@ -164,22 +161,6 @@ class Measure:
             self._windows[config, preset] = self._ranks.call(config, "steps_until_audited", intervals)[0]
         return self._windows[config, preset]
 
-    def _share_reference(self, config: Config, kind: str) -> None:
-        """Have the ranks know the undisturbed run, from the store if it is there."""
-        window = self.window(config, kind)
-        if config == self._prepared and window <= self._prepared_window:
-            return
-        cells = [name for name in self._store.cells() if name.startswith(f"{config.name}/reference/")]
-        long_enough = [steps for name in cells if (steps := int(name.rpartition("/")[2])) >= window]
-        if long_enough:
-            window = min(long_enough)
-            digests = self._store.records(f"{config.name}/reference/{window}")[0]["digests"]
-            self._ranks.call(config, "use_reference", window, digests)
-        else:
-            digests = self._ranks.call(config, "reference", window)[0]
-            self._store.add(f"{config.name}/reference/{window}", 0, {"digests": digests})
-        self._prepared, self._prepared_window = config, window
-
     def seeds(self, config: Config, count: int = SEEDS) -> None:
         """Record the final losses of undisturbed runs over other data."""
         cell = f"{config.name}/seeds/loss"
@@ -195,7 +176,6 @@ class Measure:
             self._store.add(cell.name, number, self._checkpoints.record(Hop(cell.what), number))
             return
         injection = drawn(cell, number, self._ranks.world)
-        self._share_reference(cell.config, cell.kind)
         if cell.kind == "peers":
             self._store.add(cell.name, number, self._before_peers(cell.config, injection))
             return
@@ -206,7 +186,6 @@ class Measure:
             window = self.window(cell.config, cell.kind)
             results = self._ranks.call(cell.config, "run", injection, intervals, phase, window)
         except RankFailed as failure:
-            self._prepared = None
             record = {"failed": str(failure).strip().splitlines()[-1], "rank": injection.rank, "changed_step": 0}
             self._store.add(cell.name, number, record)
             return
@@ -220,7 +199,6 @@ class Measure:
     def loss_after_miss(self, cell: Cell, number: int) -> None:
         """Record the final loss of a run that no chain watches, for an injection that the chain has missed."""
         injection = drawn(cell, number, self._ranks.world)
-        self._share_reference(cell.config, "standard")
         results = self._ranks.call(cell.config, "run", injection, {}, 0.0, self.window(cell.config))
         self._store.add(_harm(cell), number, {"final_loss": _number(results[0].final_loss)})
 

@@ -197,10 +197,14 @@ class Fault:
         return math.inf if self._next is None else self._next
 
     def skip_ahead(self, elements: int) -> None:
-        """Count ``elements`` as passed, none of which the fault would have corrupted."""
+        """Count ``elements`` as passed in steps that are left out, where the fault corrupts nothing."""
         self.seen += elements
-        if self._injection is not None and self._next is not None:
-            self._next -= elements
+        if self._injection is None or self._next is None:
+            return
+        self._next -= elements
+        if self._next < 0:  # gaps between activations follow a law without memory
+            probability = self._injection.probability
+            self._next = int(self._random.geometric(probability)) - 1 if probability else None
 
     def happens(self) -> bool:
         """Return whether the fault is active in one more event, which counts as one element."""

@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.modules import rnn
 from torch.optim import adam
-from torch.utils.hooks import RemovableHandle
 
 from bench.sdc.injection import Fault, Site
 from bench.sdc.networks import Network
@@ -152,31 +151,22 @@ class _Attention(FaultySite):
 
 
 class _LocalGradients(FaultySite):
-    """Gradients as the backward pass leaves them, before anything reads them."""
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._hooks: list[RemovableHandle] = []
+    """Gradients as the backward pass leaves them, before anything reads them. Audits trust hooks, so it is none."""
 
     @contextmanager
     def install(self) -> Iterator[None]:
-        with patched(_fsdp_param_group, "foreach_reduce", self._wrap):
+        buffers = patched(dist.GradBucket, "buffer", self._wrap_buffer)
+        with buffers, patched(_fsdp_param_group, "foreach_reduce", self._wrap):
             yield
 
-    @contextmanager
-    def forward_pass(self) -> Iterator[None]:
-        # After the audits' own hooks: what was hooked before them counts as the program's.
-        self._hooks = [one.register_post_accumulate_grad_hook(self._accumulated) for one in self.inner.parameters()]
-        yield
+    def _wrap_buffer(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def buffer(bucket: object) -> torch.Tensor:
+            gradients = original(bucket)
+            if self.is_in_passes:
+                self.fault.corrupt(gradients)
+            return gradients
 
-    def after_backward(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-
-    def _accumulated(self, parameter: torch.Tensor) -> None:
-        if self.is_in_passes and not isinstance(parameter, DTensor) and parameter.grad is not None:
-            self.fault.corrupt(parameter.grad)
+        return buffer
 
     def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def reduce(parameters: Any, gradients: list[torch.Tensor], *more: Any, **options: Any) -> Any:

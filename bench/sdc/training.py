@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -37,6 +38,9 @@ REPLICA_STEPS = 50
 """Steps from one comparison of replicas to the next, as Everstep's default."""
 ONSET = 3
 """The step of a run in which its fault is first active."""
+REFERENCE_STEPS = 64
+"""Steps of the undisturbed run that tell whether a fault has changed a parameter. Its first activation is in the first
+of them."""
 SETTLED = 3
 """Steps after which a fault that acts once and changed no parameter will change none."""
 WARM_AUDITS = 48
@@ -141,32 +145,15 @@ class Training:
         self._chains: dict[tuple[tuple[str, int], ...], _WarmChain] = {}
         self._base = [one.clone() for one in self._state()]
 
-    def reference(self, window: int) -> list[list[int]]:
-        """Return all ranks' digests after each step of the undisturbed run."""
-        if len(self._reference) <= ONSET + window:
+    def reference(self) -> list[list[int]]:
+        """Return all ranks' digests after each of the first steps of the undisturbed run."""
+        if not self._reference:
             self.reset()
             self._reference = [[]]
-            for step in range(1, ONSET + window + 1):
+            for step in range(1, ONSET + REFERENCE_STEPS + 1):
                 self._step(step, DATA_SEED)
                 self._reference.append(self._gather(0)[1])
         return self._reference
-
-    def use_reference(self, window: int, digests: list[list[int]]) -> None:
-        """Take the digests of an earlier `reference` instead of training again.
-
-        Args:
-            window: The same.
-            digests: What it returned.
-
-        Raises:
-            ValueError: The first steps have other digests here.
-        """
-        self.reset()
-        for step in range(1, ONSET + 1):
-            self._step(step, DATA_SEED)
-            if self._gather(0)[1] != digests[step]:
-                raise ValueError(f"step {step} differs from the stored run: remove */reference/{window} in the store")
-        self._reference = digests
 
     def final_loss(self, seed: int, window: int) -> float:
         """Return the loss on fixed data after an undisturbed run over other data."""
@@ -211,7 +198,9 @@ class Training:
         After a suspicion that names no rank, it begins once more, as a job would go back; the fault goes on.
 
         A chain's run leaves out steps in which the fault is not active, once an activation can be found no more: such
-        steps are those of an undisturbed run, and the links' intervals count them.
+        steps are those of an undisturbed run, and the links' intervals count them. Once a permanent fault has changed
+        a parameter, the run also leaves out the steps in which no link is due. Audits then see a training run that
+        makes fewer steps between them, with a fault as frequent in each step.
 
         Args:
             injection: The fault; None: none.
@@ -221,7 +210,7 @@ class Training:
             steps: Last step; 0: the window's.
             signals: Record what other detectors read, in each step.
         """
-        reference = self.reference(window) if not steps else None
+        reference = self.reference() if not steps else []
         warm = self._warm_chain(intervals)
         fault, site = self._faulty_site(injection)
         self.reset()
@@ -261,7 +250,7 @@ class Training:
                     self._restore(self._base)
                     chain, step = warm.begin(first, phase, is_repeated=True), 0
                     continue
-                changed = reference is not None and digests != reference[step]
+                changed = step < len(reference) and digests != reference[step]
                 if changed and not result.changed_step:
                     result.changed_step = step
                 if self.config.parallel == "ddp" and len(set(digests)) > 1:
@@ -272,12 +261,16 @@ class Training:
                     break
                 if searched:
                     continue
-                over = injection is not None and not injection.is_permanent and step >= ONSET + SETTLED
-                if over and not changed and injection.site not in DETECTORS:
+                settled = REFERENCE_STEPS if injection is None or injection.is_permanent else SETTLED
+                is_over = injection is not None and chain is not None and step >= ONSET + settled
+                if is_over and not (changed or result.changed_step) and injection.site not in DETECTORS:
                     break
-                if idle_steps > 0 and result.changed_step and self._is_forgotten(injection, digests):
-                    fault.skip_ahead(idle_steps * result.elements)
-                    step += idle_steps
+                skipped = idle_steps if self._is_forgotten(injection, digests) else 0
+                if chain is not None and injection is not None and injection.is_permanent:
+                    skipped = max(skipped, min(last - step - 1, _steps_until_due(chain, step, step + first)))
+                if skipped > 0 and result.changed_step:
+                    fault.skip_ahead(skipped * result.elements)
+                    step += skipped
             else:
                 result.final_loss = self._evaluate() if chain is None else None
         result.activations, result.stratum = fault.activations, fault.stratum
@@ -519,6 +512,20 @@ class Training:
         self.inner.train()
         dist.all_reduce(total)
         return total.item() / EVALUATIONS / self.world
+
+
+def _steps_until_due(chain: AuditChain, step: int, update: int) -> int:
+    """Return the steps after ``step`` in which no link is due and replicas are not compared.
+
+    Args:
+        chain: The links.
+        step: A step of the run.
+        update: The number of the next update in the chain.
+    """
+    needed = next(
+        n for n in itertools.count() if chain._schedule.due_links(update + n) or not (step + 1 + n) % REPLICA_STEPS
+    )
+    return 0 if any(audit.is_needed(update) for audit in chain._audits) else needed
 
 
 class _WarmChain:

@@ -68,6 +68,16 @@ def test_skipped_elements_bring_the_next_activation_nearer() -> None:
     assert (lasting.activations, lasting.seen) == (2, idle + 2)
 
 
+def test_activations_in_skipped_elements_are_left_out() -> None:
+    lasting = fault(replace(PLAIN, probability=0.5))
+    lasting.corrupt(torch.ones(1))
+    lasting.skip_ahead(1000)
+    assert lasting.activations == 1
+    assert 0 <= lasting.elements_until_active() < 1000
+    lasting.corrupt(torch.ones(1000))
+    assert lasting.activations > 400
+
+
 def test_fault_that_acts_once_is_idle_ever_after() -> None:
     once = fault(PLAIN)
     once.corrupt(torch.ones(1))

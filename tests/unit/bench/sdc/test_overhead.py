@@ -55,5 +55,5 @@ def test_presets_take_turns_on_real_ranks() -> None:
         found = ranks.call(Config("mlp"), "time_presets", 0.001, 0.1)
     assert [set(one.turns) for one in found] == [{OFF, "light", "standard"}] * 2
     assert {len(turns) for turns in found[0].turns.values()} == {2}
-    assert set(found[0].intervals["light"]) == {"gradient_norm", "peer_replay"}
+    assert set(found[0].intervals["light"]) == {"gradient_norm", "gradient_buffer", "peer_replay"}
     assert found[0].intervals == found[1].intervals

@@ -33,7 +33,8 @@ def test_preset_gives_links_with_shares() -> None:
 
 
 def test_links_change_a_preset_one_by_one() -> None:
-    options = link_options("light", {"peer_replay": {"interval": 10}, "gradient_norm": None, "state": {"share": 0.1}})
+    changes = {"peer_replay": {"interval": 10}, "gradient_norm": None, "gradient_buffer": None, "state": {"share": 0.1}}
+    options = link_options("light", changes)
     assert options == {AuditLink.PEER_REPLAY: LinkOptions(interval=10), AuditLink.STATE: LinkOptions(share=0.1)}
 
 
