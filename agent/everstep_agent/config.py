@@ -63,8 +63,8 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     virtual_control: Path | None = None
     """File that changes the simulated GPUs while the agent runs."""
     kernel_log: str = ""
-    """Kernel log to read XIDs from: ``/dev/kmsg``, a file or a pipe. Default: ``/dev/kmsg``; none with simulated
-    GPUs."""
+    """Kernel log to read XIDs from: ``/dev/kmsg``, a file of the kernel's lines alone, or a pipe. ``/dev/null``: none.
+    Default: ``/dev/kmsg``; none with simulated GPUs."""
     expected_gpus: int | None = None
     """Number of GPUs that this node must have. Default: as many as its PCI bus shows."""
     site_policy: tuple[str, ...] = ()

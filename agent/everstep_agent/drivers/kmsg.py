@@ -16,6 +16,10 @@ MAX_LINE_BYTES = 8192
 """A longer line is cut here; the rest up to the next line end is dropped."""
 
 MAX_RECORDS_PER_READ = 512
+KERNEL_LOG_DEVICE = os.makedev(1, 11)
+"""Device number of /dev/kmsg, under any name (Linux, admin-guide/devices.txt)."""
+FACILITY_SHIFT, KERNEL_FACILITY = 3, 0
+"""A record's priority is its facility, shifted by three bits, and its level (RFC 5424)."""
 _LINE_END = rb"\x0a"
 
 
@@ -70,9 +74,12 @@ class KernelLog:
             self._starts_at_end = self._starts_at_end and not is_missing
             self.error = f"{self._path} does not exist" if is_missing else f"{self._path}: {error.strerror}"
             return
-        self.error = ""
         status = os.fstat(self._descriptor)
-        self._file_mode = status.st_mode
+        if not _is_log(status):
+            self.close()
+            self.error = f"{self._path} is no kernel log: expected /dev/kmsg, a file or a named pipe"
+            return
+        self.error, self._file_mode = "", status.st_mode
         if stat.S_ISREG(self._file_mode):
             self._seek(status)
 
@@ -167,7 +174,8 @@ class KernelLog:
         """Parse ``priority,sequence,time,flags;text`` and property lines, which begin with a space.
 
         One printk of several lines is one record, in which the kernel escapes each line end and all unprintable
-        characters. The other escapes stay, because the characters they stand for might control a terminal.
+        characters. The other escapes stay, because the characters they stand for might control a terminal. Programs
+        write to /dev/kmsg too: the kernel gives their records a facility other than its own, which is 0.
         """
         header, _, text = record.partition(b";")
         fields = header.split(b",")
@@ -178,9 +186,25 @@ class KernelLog:
             self._position = LogPosition(sequence=sequence)
             if len(fields) > 2 and fields[2].isdigit() and int(fields[2]) < self._not_before_us:
                 return []
+        if fields[0].isdigit() and int(fields[0]) >> FACILITY_SHIFT != KERNEL_FACILITY:
+            return []
         lines = text.partition(b"\n")[0].split(_LINE_END)
         return [line.decode("utf-8", "replace") for line in lines if line]
 
     def _fail(self, error: OSError) -> None:
         self.error = f"{self._path}: {error.strerror}"
         self.close()
+
+
+def is_null_device(path: str) -> bool:
+    """Return whether the path is /dev/null, by which people say that there is no log."""
+    try:
+        return os.path.samestat(os.stat(path), os.stat(os.devnull))
+    except OSError:
+        return False
+
+
+def _is_log(status: os.stat_result) -> bool:
+    """Return whether the opened file can be a log: other devices have no end, or cannot be waited for."""
+    kind = status.st_mode
+    return stat.S_ISREG(kind) or stat.S_ISFIFO(kind) or (stat.S_ISCHR(kind) and status.st_rdev == KERNEL_LOG_DEVICE)

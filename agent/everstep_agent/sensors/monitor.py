@@ -15,7 +15,7 @@ from everstep.clock import Backoff, Clock
 from everstep.errors import DECODE_ERRORS, MalformedMessage
 from everstep.wire.framing import FrameDecoder, encode_frame
 from everstep_agent.drivers import sysfs
-from everstep_agent.drivers.kmsg import KernelLog, LogPosition
+from everstep_agent.drivers.kmsg import KernelLog, LogPosition, is_null_device
 from everstep_agent.findings.assessment import AssessorState, FindingAssessor, Instant
 from everstep_agent.findings.rules import load_policy
 from everstep_agent.lifecycle import end_child, start_child, wait_readable, write_atomically
@@ -308,7 +308,10 @@ class SensorMonitor:
                 while not log.has_new_data():
                     await asyncio.sleep(self._settings.kernel_log_poll_s)
             else:
-                await wait_readable(log.wait_descriptor)
+                try:
+                    await wait_readable(log.wait_descriptor)
+                except OSError:  # epoll cannot wait for every kind of file
+                    await asyncio.sleep(self._settings.kernel_log_poll_s)
 
     def _read_kernel_log(self, log: KernelLog) -> bool:
         """Process one portion, a few milliseconds of work. Returns whether there may be more."""
@@ -354,6 +357,9 @@ def _boot_id(settings: SensorSettings, scenario: Scenario | None) -> str:
 
 def _kernel_log(settings: SensorSettings, state: SavedSensorState, boot_id: str) -> KernelLog | None:
     if not settings.kernel_log:
+        return None
+    if is_null_device(settings.kernel_log):
+        logger.info("%s: no kernel log is read, so most XIDs will not be seen", settings.kernel_log)
         return None
     position = state.log_position
     if position is not None and state.assessor_state.boot_id == boot_id:

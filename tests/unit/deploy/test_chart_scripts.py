@@ -273,11 +273,12 @@ RECORDS = [
     b"4,811,1000,-;NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.\n SUBSYSTEM=pci\n",
     b"6,812,1001,-;two\\x0alines\n",
     b"6,813,1002,-;\n",
+    b"12,814,1003,-;NVRM: Xid (PCI:0000:3b:00): 79, written by a program\n",
 ]
 
 
 def test_kernel_log_copy_reads_records_as_the_agent_does() -> None:
-    assert [kernel_log.text_of(record) for record in RECORDS] == [
+    assert [kernel_log.text_of(record) for record in RECORDS if kernel_log.is_of_kernel(record)] == [
         b"NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.\n",
         b"two\nlines\n",
         b"\n",

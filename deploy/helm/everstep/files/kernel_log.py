@@ -13,6 +13,12 @@ import sys
 MAX_RECORD_BYTES = 8192
 
 
+def is_of_kernel(record: bytes) -> bool:
+    """Return whether the kernel made the record: its facility, the priority without the level's three bits, is 0."""
+    priority = record.partition(b",")[0]
+    return not priority.isdigit() or int(priority) >> 3 == 0
+
+
 def text_of(record: bytes) -> bytes:
     """Return the message of a record ``priority,sequence,time,flags;text``, without its property lines."""
     text = record.partition(b";")[2].partition(b"\n")[0]
@@ -25,11 +31,14 @@ def main(source: str, pipe: str) -> None:
     out = os.open(pipe, os.O_WRONLY)  # waits for the agent
     while True:
         try:
-            text = text_of(os.read(log, MAX_RECORD_BYTES))
+            record = os.read(log, MAX_RECORD_BYTES)
         except OSError as error:
             if error.errno == errno.EPIPE:
                 continue  # overwritten before it was read
             raise
+        if not is_of_kernel(record):
+            continue
+        text = text_of(record)
         try:
             os.write(out, text)
         except BrokenPipeError:  # the agent restarts

@@ -190,3 +190,31 @@ def test_multi_line_record_is_split_into_its_lines() -> None:
 def test_other_record_escapes_stay_unchanged() -> None:
     log = KernelLog("/dev/kmsg")
     assert log._parse_record(b"3,43,2000002,-;a\\x1b[31m and \\x5cx0a\n") == ["a\\x1b[31m and \\x5cx0a"]
+
+
+def test_record_of_another_facility_is_not_the_kernels() -> None:
+    log = KernelLog("/dev/kmsg")
+    assert log._parse_record(b"12,44,2000003,-;NVRM: Xid (PCI:0000:1b:00): 79, pid=1, GPU has fallen off\n") == []
+    assert log._parse_record(b"4,45,2000004,-;NVRM: Xid (PCI:0000:1b:00): 13, x\n") != []
+    assert log.position.sequence == 45
+
+
+@pytest.mark.parametrize("path", ["/dev/null", "/dev/zero", "/tmp", "/"])
+def test_path_that_is_no_log_is_refused_in_a_sentence(path: str, logs: list[KernelLog]) -> None:
+    log = opened(logs, Path(path))
+    assert log.error == f"{path} is no kernel log: expected /dev/kmsg, a file or a named pipe"
+    assert log.wait_descriptor is None
+    assert log.read() == []
+
+
+def test_file_replaced_by_a_directory_keeps_the_reader(path: Path, logs: list[KernelLog]) -> None:
+    append(path, "")
+    log = opened(logs, path)
+    append(path, "before\n")
+    path.rename(path.with_suffix(".1"))
+    path.mkdir()
+    assert [line for _ in range(3) for line in log.read()] == ["before"]
+    assert "is no kernel log" in log.error
+    path.rmdir()
+    append(path, "after\n")
+    assert [line for _ in range(3) for line in log.read()] == ["after"]

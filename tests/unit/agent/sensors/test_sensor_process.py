@@ -251,6 +251,56 @@ def test_refused_kernel_log_leaves_the_event_loop_free(settings: SensorSettings)
     assert log.reads == 1
 
 
+def test_null_device_means_no_kernel_log(settings: SensorSettings) -> None:
+    async def scene(sensing: Watched) -> None:
+        assert sensing.process._log is None
+        assert sensing.pictures[-1].findings == ()
+
+    play(msgspec.structs.replace(settings, kernel_log="/dev/null"), scene)
+
+
+@pytest.mark.parametrize("path", ["/dev/zero", "/"])
+def test_sensors_go_on_without_an_unusable_log(settings: SensorSettings, path: str) -> None:
+    async def scene(sensing: Watched) -> None:
+        picture = await sensing.until_finding("sensor.failed/kernel-log")
+        polled_at = picture.polled_at
+        await sensing.until(lambda later: later.polled_at > polled_at)
+        assert sensing.pictures[-1].sensor_restarts == 0
+
+    play(msgspec.structs.replace(settings, kernel_log=path), scene)
+
+
+class UnwaitableLog:
+    """A log whose descriptor the event loop cannot wait for, which epoll reports as EPERM."""
+
+    error = ""
+    reads = 0
+
+    def __init__(self, descriptor: int) -> None:
+        self.wait_descriptor = descriptor
+
+    def read(self) -> list[str]:
+        self.reads += 1
+        return []
+
+
+def test_log_that_cannot_be_waited_for_is_polled(settings: SensorSettings, tmp_path: Path) -> None:
+    quick = msgspec.structs.replace(settings, kernel_log_poll_s=0.0)
+
+    async def scene() -> None:
+        with (tmp_path / "file").open("w") as file:
+            log = UnwaitableLog(file.fileno())
+            monitor = SensorMonitor(quick, SYSTEM_CLOCK, lambda _: None)
+            following = asyncio.create_task(monitor._follow_kernel_log(log))  # type: ignore[arg-type]
+            while log.reads < 3 and not following.done():
+                await asyncio.sleep(0)
+            following.cancel()
+            await asyncio.gather(following, return_exceptions=True)
+            assert log.reads >= 3
+
+    asyncio.run(scene())
+
+
 def test_sensor_process_ends_with_its_supervisor(settings: SensorSettings, tmp_path: Path) -> None:
     script = (
         "import asyncio, sys, msgspec\n"
