@@ -12,6 +12,8 @@ from typing import ClassVar
 
 import msgspec
 
+from everstep.printable_text import escape_control
+
 EXIT_FAILED = 1
 EXIT_UNUSABLE = 2
 """Exit status for settings that a person must correct; a service manager should not retry."""
@@ -128,5 +130,5 @@ def exit_on_errors(program: str, unusable: tuple[type[Exception], ...] = (Config
     try:
         yield
     except handled as error:
-        print(f"{program}: {error}", file=sys.stderr)
+        print(f"{program}: {escape_control(str(error))}", file=sys.stderr)
         raise SystemExit(EXIT_UNUSABLE if isinstance(error, unusable) else EXIT_FAILED) from None

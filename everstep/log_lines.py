@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-import re
 import threading
 from collections.abc import Callable
 from typing import Any
+
+from everstep.printable_text import escape_control
 
 BURST = 10
 PERIOD_S = 10.0
@@ -49,14 +50,14 @@ def shortened(text: str) -> str:
     return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}... ({len(text)} characters)"
 
 
-# ---- text from other machines, which must neither control a terminal nor forge a line
-
-_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+# ---- lines that quote other machines
 
 
-def escape_control(text: str) -> str:
-    """Replace control characters, and those that change the direction of writing; newlines stay."""
-    return _CONTROL.sub("\ufffd", text)
+class SafeFormatter(logging.Formatter):
+    """Formats lines for a terminal, without control characters in received text."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return escape_control(super().format(record))
 
 
 class PlainLineFormatter(logging.Formatter):

@@ -21,6 +21,7 @@ import msgspec
 
 from everstep.errors import ConfigurationError
 from everstep.log_lines import PlainLineFormatter
+from everstep.printable_text import printable_json
 from everstep.private_files import write_private
 
 
@@ -193,7 +194,7 @@ class JsonLines(logging.Formatter):
         line |= {name: getattr(record, name) for name in LOG_FIELDS if hasattr(record, name)}
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(line).decode()
+        return printable_json(line)
 
 
 def log_to_stderr(log_format: str, level: str) -> None:

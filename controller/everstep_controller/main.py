@@ -10,7 +10,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Literal
 
-import msgspec
 import typer
 
 from everstep.bearer_tokens import TokenRole, mint
@@ -18,6 +17,7 @@ from everstep.command_line import Flags, Version, make_app, takes_settings
 from everstep.errors import ConfigurationError, EverstepError, exit_on_errors
 from everstep.log_lines import PlainLineFormatter
 from everstep.parent_process import die_with_parent, parent_pid
+from everstep.printable_text import printable_json
 from everstep_controller.config import PROGRAM, ControllerSettings, load_settings, read_secrets
 
 
@@ -32,7 +32,7 @@ class _JsonLines(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return msgspec.json.encode(line).decode()
+        return printable_json(line)
 
 
 def _log_to_stderr() -> None:

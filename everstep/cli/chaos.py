@@ -10,7 +10,7 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -21,6 +21,7 @@ from everstep.chaos.targets import LocalNode, find_nodes, nodes_of_run
 from everstep.cli.context import (
     ConnectionOptions,
     Json,
+    Printer,
     connected_client,
     console,
     get_function,
@@ -112,7 +113,7 @@ def _access(given: ConnectionOptions, job: str) -> ConnectionOptions:
 
 
 def _write_page(file: Path, content: RenderableType) -> None:
-    page = Console(record=True, file=io.StringIO(), width=PAGE_WIDTH, highlight=False, markup=False)
+    page = Printer(record=True, file=io.StringIO(), width=PAGE_WIDTH)
     page.print(content)
     try:
         page.save_html(str(file))

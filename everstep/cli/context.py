@@ -20,7 +20,7 @@ from rich.text import Text
 from everstep.client import Call, Client, read_token
 from everstep.errors import AuthenticationError, ConfigurationError, EverstepError, Unavailable
 from everstep.ids import check_name, split_address
-from everstep.log_lines import escape_control
+from everstep.printable_text import escape_control, printable_json
 from everstep.settings import Program
 from everstep.wire.v1 import operator as op
 
@@ -31,7 +31,7 @@ P = ParamSpec("P")
 PIPE_WIDTH = 10_000
 
 
-class _Printer(Console):
+class Printer(Console):
     """A console with the terminal's width. Lines of a pipe are not broken, so that they can be searched.
 
     Control characters in received text (a finding's message, a label) are escaped, because they could control the
@@ -40,7 +40,7 @@ class _Printer(Console):
 
     def __init__(self, **named: Any) -> None:
         super().__init__(highlight=False, markup=False, **named)
-        if not self.is_terminal and "COLUMNS" not in os.environ:
+        if "width" not in named and not self.is_terminal and "COLUMNS" not in os.environ:
             self.width = PIPE_WIDTH
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
@@ -48,8 +48,8 @@ class _Printer(Console):
             yield segment if segment.control else Segment(escape_control(segment.text), segment.style)
 
 
-console = _Printer()
-error_console = _Printer(stderr=True)
+console = Printer()
+error_console = Printer(stderr=True)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
@@ -166,7 +166,7 @@ def send_order(
 def show(message: Any, as_json: bool, view: RenderableType) -> None:
     """Print a message as JSON, or its view for people."""
     if as_json:
-        sys.stdout.write(msgspec.json.format(msgspec.json.encode(message), indent=2).decode() + "\n")
+        sys.stdout.write(printable_json(message, indent=2) + "\n")
     else:
         console.print(view)
 

@@ -8,14 +8,14 @@ import sys
 from collections import deque
 from typing import Annotated, Any
 
-import msgspec
 import typer
 
 from everstep.cli import tables
-from everstep.cli.context import Json, connected_client, console
+from everstep.cli.context import Json, connected_client, console, error_console
 from everstep.client import Client, PagedList
 from everstep.client.exchange import PAGE_SIZE
 from everstep.errors import ConfigurationError
+from everstep.printable_text import printable_json
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1 import operator as op
 
@@ -110,7 +110,7 @@ def _newest(found: PagedList[op.EventList, op.Event], limit: int) -> tuple[op.Ev
 
 def _print(event: op.Event, as_json: bool) -> None:
     if as_json:
-        sys.stdout.write(msgspec.json.encode(event).decode() + "\n")
+        sys.stdout.write(printable_json(event) + "\n")
         sys.stdout.flush()
     else:
         console.print(tables.event_line(event), soft_wrap=True)
@@ -121,7 +121,7 @@ def _follow(client: Client, after: int, as_json: bool, *, kind: str, **wanted: s
     try:
         for event in client.follow(after):
             if isinstance(event, op.EventGap):
-                sys.stderr.write(event.sentence + "\n")
+                error_console.print(event.sentence, soft_wrap=True)
                 continue
             same = all(not text or getattr(event, name) == text for name, text in wanted.items())
             if same and event.kind.startswith(kind):

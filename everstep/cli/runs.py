@@ -26,9 +26,10 @@ from everstep.cli.context import (
 from everstep.client import Client, read_token
 from everstep.command_line import make_app
 from everstep.errors import ConfigurationError, EverstepError
+from everstep.printable_text import printable_json
 from everstep.private_files import write_private
 from everstep.receipts.page import render_page
-from everstep.receipts.receipt_files import StoredReceipt, find_receipt, receipt_json, stored_receipts
+from everstep.receipts.receipt_files import StoredReceipt, find_receipt, stored_receipts
 from everstep.receipts.text import format_count, format_span, format_work, summary_lines
 from everstep.wire.v1.receipts import JobReceipt
 
@@ -107,7 +108,7 @@ def job_receipt(
 def show_receipt(receipt: JobReceipt, as_json: bool) -> None:
     """Print a receipt in lines, or as JSON."""
     if as_json:
-        sys.stdout.write(receipt_json(receipt).decode())
+        sys.stdout.write(printable_json(receipt, indent=2) + "\n")
         return
     for line in summary_lines(receipt):
         console.print(line)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Iterable
-from html import escape
+from html import escape as escape_html
 from pathlib import Path
 
+from everstep.printable_text import escape_control
 from everstep.receipts.text import (
     comparison,
     describe_rest,
@@ -24,6 +25,11 @@ from everstep.wire.v1.receipts import JobReceipt, ReceiptRecovery
 STYLE = Path(__file__).with_name("page.css")
 """Style of reports: this page, and that of the demo."""
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+
+
+def escape(text: str) -> str:
+    """Return text for HTML, without characters that would show it in another order."""
+    return escape_html(escape_control(text))
 
 
 def render_page(receipt: JobReceipt) -> str:

@@ -16,6 +16,7 @@ import msgspec
 
 from everstep import __version__
 from everstep.errors import DECODE_ERRORS, EverstepError, MalformedMessage, NotFound
+from everstep.printable_text import escape_control, printable_json
 from everstep.vocabulary import Verdict
 from everstep_controller.core import engine
 from everstep_controller.core.effects import Effect, PutVerdict, describe, digest
@@ -180,11 +181,11 @@ def run(log: Path, selection: Selection, *, as_json: bool) -> int:
 
 def _show(step: ReplayedEvent, as_json: bool) -> None:
     if as_json:
-        sys.stdout.write(msgspec.json.encode(step).decode() + "\n")
+        sys.stdout.write(printable_json(step) + "\n")
     elif step.differs or step.replayed:
         print(f"{_when(step.at)}  {step.event_name}  [{step.trace}]")
         for line in step.difference() if step.differs else step.replayed:
-            print(f"    {line}")
+            print(f"    {escape_control(line)}")
 
 
 def _when(at: float) -> str:

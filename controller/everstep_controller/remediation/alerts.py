@@ -17,6 +17,7 @@ import msgspec
 from sqlalchemy.exc import SQLAlchemyError
 
 from everstep.errors import Unavailable
+from everstep.printable_text import escape_control
 from everstep.vocabulary import NodeState
 from everstep.wire.v1.operator import Need
 from everstep_controller.core.needs import NeedKind, list_needs, out_of_service
@@ -106,7 +107,7 @@ def _alert(state: FleetState, need: Need, *, needs_person: bool = True) -> Alert
         labels["state"] = str(state.nodes[need.node].state)
     return Alert(
         labels={label: value for label, value in labels.items() if value},
-        summary=need.reason[:1024],
+        summary=escape_control(need.reason[:1024]),
         since=need.since,
         description=f"{need.advice} Begin with: {need.command}" if need.command else need.advice,
         needs_person=needs_person,

@@ -33,10 +33,20 @@ function headersOf(more) {
   return token ? { Authorization: `Bearer ${token}`, ...more } : { ...more };
 }
 
+// Text comes from nodes, also from one that was taken over: characters that control a terminal into which it is copied,
+// or that change the order in which it is read, are shown as U+FFFD.
+const CONTROLS = /[\u0000-\u0008\u000b-\u001f\u007f-\u009f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]/g;
+const ESCAPED_CONTROL = /\\u00[01]/;
+
+function parse(text) {
+  if (text.search(CONTROLS) < 0 && !ESCAPED_CONTROL.test(text)) return JSON.parse(text);
+  return JSON.parse(text, (_name, value) => (typeof value === "string" ? value.replace(CONTROLS, "\ufffd") : value));
+}
+
 async function errorOf(response) {
   const retry = Number(response.headers.get("retry-after")) || 0;
   try {
-    const body = await response.json();
+    const body = parse(await response.text());
     return new ApiError(response.status, body.code, body.detail, retry);
   } catch {
     return new ApiError(response.status, "http", `The controller answered ${response.status}.`, retry);
@@ -64,7 +74,7 @@ async function get(path, parameters, shape = (body) => body) {
   if (response.status === 304 && known) return known.value;
   if (!response.ok) throw await errorOf(response);
   const etag = response.headers.get("etag") || "";
-  const value = shape(await response.json(), etag);
+  const value = shape(parse(await response.text()), etag);
   if (etag) {
     tags.delete(url);
     tags.set(url, { etag, value });
@@ -77,7 +87,7 @@ async function post(path, body, etag) {
   const headers = headersOf({ "Content-Type": "application/json", ...(etag && { "If-Match": etag }) });
   const response = await send(path, { method: "POST", headers, body: JSON.stringify(body) });
   if (!response.ok) throw await errorOf(response);
-  return response.json();
+  return parse(await response.text());
 }
 
 // ---- any route, as the interactive API page sends it
@@ -94,7 +104,7 @@ export async function raw({ method, path, headers, body }) {
 
 function pretty(text) {
   try {
-    return JSON.stringify(JSON.parse(text), null, 2);
+    return JSON.stringify(parse(text), null, 2);
   } catch {
     return text;
   }
@@ -508,7 +518,7 @@ async function readFrames(reader, after, onEvents, onGap) {
         if (at > 0) fields[line.slice(0, at)] = line.slice(at + 2);
       }
       if (fields.id) last = Number(fields.id);
-      if (fields.event === "audit") batch.push(eventOf(JSON.parse(fields.data)));
+      if (fields.event === "audit") batch.push(eventOf(parse(fields.data)));
       if (fields.event === "gap") onGap();
     }
     if (batch.length) onEvents(batch);

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from everstep.clock import ManualClock
-from everstep.log_lines import MAX_CHARACTERS, LogThrottle
+from everstep.log_lines import MAX_CHARACTERS, LogThrottle, SafeFormatter
 
 log = logging.getLogger("throttled")
 
@@ -38,3 +38,8 @@ def test_log_throttle_ignores_lines_below_the_log_level(caplog: pytest.LogCaptur
     say(logging.INFO, "not shown")
     say(logging.WARNING, "shown")
     assert caplog.messages == ["shown"]
+
+
+def test_launcher_lines_have_no_controls() -> None:
+    record = logging.LogRecord("x", logging.INFO, "", 0, "node %s", ("\x9b2J\u202e",), None)
+    assert SafeFormatter("everstep-launch: %(message)s").format(record) == "everstep-launch: node \ufffd2J\ufffd"

@@ -16,7 +16,9 @@ import typer
 
 from everstep.command_line import CONTEXT_SETTINGS, Flags, Version, make_app, takes_settings
 from everstep.errors import ConfigurationError, exit_on_errors
+from everstep.log_lines import SafeFormatter
 from everstep.parent_process import die_with_parent
+from everstep.printable_text import escape_control
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep_trainer.launch.interruption import EndingSignals
 from everstep_trainer.launch.launcher import LauncherOutcome, ended_by_signal, launch
@@ -76,7 +78,9 @@ def everstep_launch(
     128 plus the number of the signal that ended the launcher, or, for a script that never calls everstep.main, the
     status of its first failed process.
     """
-    logging.basicConfig(level=logging.INFO, format="everstep-launch: %(message)s", stream=sys.stderr)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(SafeFormatter("everstep-launch: %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each request of the progress and of the receipt
     with exit_on_errors("everstep-launch"):
         if no_python:
@@ -93,7 +97,7 @@ def everstep_launch(
             die_with_parent(context.obj)
         outcome = asyncio.run(_run(options))
     if outcome.exit_status:
-        print(f"everstep-launch: {outcome.sentence}", file=sys.stderr)
+        print(f"everstep-launch: {escape_control(outcome.sentence)}", file=sys.stderr)
     raise typer.Exit(outcome.exit_status)
 
 

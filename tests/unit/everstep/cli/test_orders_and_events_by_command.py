@@ -16,7 +16,7 @@ import typer
 from rich.text import Text
 from typer.testing import CliRunner, Result
 
-from everstep.cli import context, tables
+from everstep.cli import context, events, tables
 from everstep.cli.events import parse_time
 from everstep.cli.main import app
 from everstep.client.exchange import path
@@ -161,16 +161,25 @@ def test_event_line_is_one_line_with_date() -> None:
 
 def test_printer_replaces_terminal_control_characters() -> None:
     out = io.StringIO()
-    printer = context._Printer(file=out, force_terminal=True, width=80)
+    printer = context.Printer(file=out, force_terminal=True, width=80)
     printer.print(Text("GPU \x1b]0;owned\x07\x9b2J\u202e", style="red"))
     assert out.getvalue().startswith("\x1b[31mGPU \ufffd]0;owned")
     assert not set("\x9b\u202e\x07") & set(out.getvalue())
 
 
+def test_json_output_has_no_raw_control_characters(capsys: pytest.CaptureFixture[str]) -> None:
+    event = op.Event(id=1, at=1.0, kind="x", sentence="\x9b2J\u202eGPU \x1b[2J", trace="t")
+    context.show(event, True, "")
+    events._print(event, True)
+    shown = capsys.readouterr().out
+    assert not set("\x9b\u202e\x1b") & set(shown)
+    assert shown.count("\\u009b2J\\u202eGPU \\u001b[2J") == 2
+
+
 def test_printer_does_not_wrap_piped_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("COLUMNS", raising=False)
     out = io.StringIO()
-    printer = context._Printer(file=out)
+    printer = context.Printer(file=out)
     printer.print("why " * 100)
     assert len(out.getvalue().splitlines()) == 1
 

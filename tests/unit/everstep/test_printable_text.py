@@ -1,0 +1,33 @@
+"""Control characters in text of other machines, by Unicode's own tables."""
+
+from __future__ import annotations
+
+import unicodedata
+
+import msgspec
+import pytest
+
+from everstep.printable_text import escape_control, printable_json
+
+HARMFUL = [
+    chr(code)
+    for code in range(0x10000)
+    if unicodedata.category(chr(code)) in ("Cc", "Zl", "Zp")
+    or unicodedata.bidirectional(chr(code)) in ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
+    or code in (0x200E, 0x200F, 0x061C)
+]
+"""All control characters, ends of lines and paragraphs, and Unicode's Bidi_Control."""
+
+
+def test_controls_are_replaced_in_text() -> None:
+    shown = escape_control("".join(HARMFUL) + "Grüße, 你好, שלום, 🙂")
+    assert shown == "".join("\n" if one == "\n" else "\ufffd" for one in HARMFUL) + "Grüße, 你好, שלום, 🙂"
+
+
+@pytest.mark.parametrize("indent", [0, 2])
+def test_json_has_no_raw_controls_and_loses_nothing(indent: int) -> None:
+    message = {"text": "".join(HARMFUL) + "Grüße \\u009b", "".join(HARMFUL): [1]}
+    shown = printable_json(message, indent=indent)
+    assert set(shown) & set(HARMFUL) <= {"\n"}
+    assert "Grüße" in shown
+    assert msgspec.json.decode(shown) == message
