@@ -57,6 +57,7 @@ for _command in _commands:
 app.command("login")(log_in)
 app.command("logout")(log_out)
 job_app.command()(history.loss_forecast)
+app.command("open")(runs.open_page)
 job_app.command("receipt")(runs.job_receipt)
 
 JobName = Annotated[str, typer.Argument(metavar="JOB")]

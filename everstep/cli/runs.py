@@ -5,9 +5,12 @@ from __future__ import annotations
 import datetime
 import os
 import sys
+import webbrowser
 from collections.abc import Iterator
+from html import escape
 from pathlib import Path
 from typing import Annotated
+from urllib.parse import urlencode
 
 import msgspec
 import typer
@@ -16,6 +19,7 @@ from everstep.cli import tables
 from everstep.cli.context import (
     Json,
     LocalRun,
+    choose,
     connected_client,
     console,
     local_runs,
@@ -81,6 +85,38 @@ def show_run(
         show_receipt(stored.receipt, as_json)
         if not as_json:
             console.print(f"page: {stored.page}", style="dim")
+
+
+DISPLAY_VARIABLES = ("DISPLAY", "WAYLAND_DISPLAY")
+"""Environment variables of a desktop, on which a browser can be opened."""
+
+
+def open_page(
+    context: typer.Context,
+    job: Annotated[str, typer.Argument(metavar="[JOB]", help="A job from `everstep runs`.")] = "",
+    state_directory: StateDirectory = None,
+) -> None:
+    """Print the link to the web page of a run that runs now, and open it on a desktop.
+
+    The link has the run's token in it: a person who has the link can give orders while the run lasts.
+    """
+    with reporting_errors():
+        folder = _folder(state_directory)
+        run = choose(folder, job or context.obj.run)
+        if run is None:
+            raise ConfigurationError(f"{folder} has no run with a live controller: see `everstep runs`")
+        token = urlencode({"token": read_token(run.token_file), "to": f"/job/{run.job}"})
+        link = f"{run.url}/#{token}"
+        sys.stdout.write(f"{link}\n")
+        if sys.stdout.isatty() and any(map(os.environ.get, DISPLAY_VARIABLES)):
+            _browse(run.directory / "open.html", link)
+
+
+def _browse(page: Path, link: str) -> None:
+    """Open the link through a private file, because other users can read the browser's command line."""
+    target = escape(link, quote=True)
+    write_private(page, f'<meta http-equiv="refresh" content="0;url={target}"><a href="{target}">Open</a>'.encode())
+    webbrowser.open(page.as_uri())
 
 
 def job_receipt(

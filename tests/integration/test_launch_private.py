@@ -125,7 +125,7 @@ def test_killed_rank_is_replaced_and_the_run_summarized(short_path: Path) -> Non
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            for name in ("status", "runs --json")
+            for name in ("status", "runs --json", "open")
         }
         told = {name: process.communicate(timeout=120)[0] for name, process in asked.items()}
         (short_path / "go-60").touch()
@@ -145,10 +145,11 @@ def test_killed_rank_is_replaced_and_the_run_summarized(short_path: Path) -> Non
     assert listed.receipt is not None
     assert (listed.number, listed.receipt.result, listed.receipt.recovery_count) == (0, "running", 1)
     assert listed.receipt.until_step == 60
-    link = (
-        r"to watch in a browser: http://127\.0\.0\.1:\d+/#token=operator%3Alauncher%3A[0-9a-f]+&to=%2Fjob%2Ftrain-\w+"
+    assert len(re.findall(r"to watch in a browser on this machine: everstep open train-\w+\n", launcher.err)) == 1
+    assert "operator%3A" not in launcher.err  # a batch log is read by others
+    assert re.fullmatch(
+        r"http://127\.0\.0\.1:\d+/#token=operator%3Alauncher%3A\w+&to=%2Fjob%2Ftrain-\w+\n", told["open"]
     )
-    assert len(re.findall(link, launcher.err)) == 1
     (line,) = re.findall(r"job train-\w+ finished at step 60: 1 recovery, ([0-9.]+) s lost", launcher.err)
     assert float(line) > 0
     (recovery,) = re.findall(r"generation 2: ([0-9.]+) s, rank_lost: ", launcher.err)

@@ -15,6 +15,7 @@ import importlib.util
 import logging
 import os
 import select
+import shlex
 import shutil
 import signal
 import ssl
@@ -26,7 +27,6 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import urlencode
 
 import msgspec
 
@@ -360,7 +360,7 @@ class PrivateServices:
             place.remove()
 
     def _log_addresses(self, run_dir: Path) -> None:
-        """Log how to ask the controller; the link for a browser has a token in it, and is for loopback only."""
+        """Log how to ask the controller, and how to see its page: no line has a token, because logs are shared."""
         token, authority = run_dir / "operator.token", ""
         if self._network.controller is not None:
             if self._network.listen is not None:
@@ -368,9 +368,10 @@ class PrivateServices:
             authority = f"EVERSTEP_CA_FILE={run_dir / AUTHORITY_FILE} "
         message = "to inspect the job: EVERSTEP_CONTROLLER=%s %sEVERSTEP_TOKEN_FILE=%s everstep status"
         log.info(message, self._url, authority, token)
-        if self._network.controller is None:  # the token ends with this run
-            link = urlencode({"token": token.read_text().strip(), "to": f"/job/{self._name}"})
-            log.info("to watch in a browser: %s/#%s", self._url, link)
+        if self._network.controller is None:
+            is_default = self._state_dir == resolve_state_dir(None, os.environ)
+            place = "" if is_default else f" --state-dir {shlex.quote(str(self._state_dir))}"
+            log.info("to watch in a browser on this machine: everstep open %s%s", self._name, place)
 
 
 class PrivateService:

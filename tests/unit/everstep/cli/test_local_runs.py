@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from everstep.cli import runs
 from everstep.cli.context import DEFAULT_CONTROLLER, ConnectionOptions, local_runs, state_dir
 from everstep.cli.main import app
 from everstep.errors import ConfigurationError
@@ -149,3 +150,29 @@ def test_command_asks_to_choose_among_several_runs(machine: Machine) -> None:
     result = CliRunner().invoke(app, ["status"], env=environment)
     assert result.exit_code == 2
     assert "choose one with --run" in result.stderr
+
+
+def test_open_prints_the_link_of_a_run(machine: Machine) -> None:
+    machine.run("a", "llama")
+    machine.run("b", "gpt", "127.0.0.1:7002")
+    shown = CliRunner().invoke(app, ["open", "gpt", "--state-dir", str(machine.state)])
+    assert shown.output == "http://127.0.0.1:7002/#token=a.token&to=%2Fjob%2Fgpt\n"
+    shown = CliRunner().invoke(app, ["open"], env=machine.environ)
+    assert shown.exit_code == 2
+    assert "2 runs of everstep-launch" in shown.output
+
+
+def test_open_without_a_run_says_so(machine: Machine) -> None:
+    shown = CliRunner().invoke(app, ["open"], env=machine.environ)
+    assert shown.exit_code == 2
+    assert "has no run with a live controller" in shown.output
+
+
+def test_browser_gets_no_token_on_its_command_line(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(runs.webbrowser, "open", opened.append)
+    page = machine.run("a", "llama") / "open.html"
+    runs._browse(page, "http://127.0.0.1:7001/#token=a.token&to=%2Fjob%2Fllama")
+    assert opened == [page.as_uri()]
+    assert page.stat().st_mode & 0o777 == 0o600
+    assert "#token=a.token&amp;to=%2Fjob%2Fllama" in page.read_text()
