@@ -10,7 +10,6 @@ import logging
 import os
 import shutil
 import socket
-import stat
 import struct
 import subprocess
 import sys
@@ -22,35 +21,7 @@ import msgspec
 from everstep.errors import ConfigurationError
 from everstep.log_lines import PlainLineFormatter
 from everstep.printable_text import printable_json
-from everstep.private_files import write_private
-
-
-def private_directory(path: Path) -> Path:
-    """Create ``path`` and its parents as a directory that only this user may enter. Raises ConfigurationError if
-    ``path`` exists and belongs to another user, or lies in a directory of another user."""
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if path.stat().st_uid != os.geteuid():
-        raise ConfigurationError(f"{path} belongs to another user; use a directory of your own")
-    _check_parent_owners(path.absolute())
-    path.chmod(0o700)
-    return path
-
-
-def _check_parent_owners(path: Path) -> None:
-    """Raise ConfigurationError if another user could replace ``path``.
-
-    The owner of a directory can replace its entries. Below a world-writable sticky directory (``/tmp``, ``/dev/shm``)
-    our names can be guessed, so every component, links included, must belong to us or root.
-    """
-    foreign: Path | None = None
-    for folder in (path, *path.parents):
-        found = folder.lstat()
-        if stat.S_ISDIR(found.st_mode) and found.st_mode & stat.S_ISVTX:
-            if foreign is not None:
-                raise ConfigurationError(f"{foreign} belongs to another user; use a directory of your own")
-            return
-        if found.st_uid not in (0, os.geteuid()):
-            foreign = folder
+from everstep.private_files import private_directory, write_private
 
 
 def write_atomically(path: Path, content: Any) -> None:

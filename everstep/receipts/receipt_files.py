@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from everstep.errors import DECODE_ERRORS, ConfigurationError
-from everstep.private_files import write_private
+from everstep.private_files import make_private_directories, write_private
 from everstep.receipts.page import render_page
 from everstep.wire.v1.receipts import JobReceipt
 
@@ -40,7 +40,7 @@ def store_receipt(state_dir: Path, receipt: JobReceipt) -> StoredReceipt:
     Raises OSError if the folder cannot be written.
     """
     folder = state_dir / FOLDER
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_private_directories(folder)
     ended = datetime.datetime.fromtimestamp(receipt.ended_at, datetime.UTC)
     name, number = f"{receipt.job}-{ended:%Y%m%dT%H%M%SZ}", 1
     path = folder / f"{name}.json"

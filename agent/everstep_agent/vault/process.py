@@ -18,11 +18,12 @@ from pathlib import Path
 
 import msgspec
 
-from everstep.errors import ConfigurationError
+from everstep.errors import EverstepError, Unavailable
 from everstep.layout.vault_status import LOCK_FILE, VaultStatusFile, write_status
 from everstep.parent_process import die_with_parent
+from everstep.private_files import private_directory
 from everstep.system_clock import SYSTEM_CLOCK
-from everstep_agent.lifecycle import acquire_lock, log_to_stderr, private_directory, write_atomically
+from everstep_agent.lifecycle import acquire_lock, log_to_stderr, write_atomically
 from everstep_agent.vault.memory.adoption import SegmentAdoption
 from everstep_agent.vault.memory.segments import SegmentStore
 from everstep_agent.vault.service import Vault
@@ -69,10 +70,14 @@ def lower_oom_score() -> bool:
 log = logging.getLogger("everstep_agent.vault")
 
 
-def lock_directory(directory: Path) -> int:
-    """Lock a directory for this vault. Raises ConfigurationError if another vault or user has it."""
-    refusal = f"another vault uses {directory}; stop it, or use another directory"
-    return acquire_lock(private_directory(directory) / LOCK_FILE, refusal)
+def lock_directory(directory: Path, flag: str) -> int:
+    """Lock a directory for this vault. Raises ConfigurationError if another vault or user has it, Unavailable if it
+    cannot be written; the message names the setting ``flag``."""
+    refusal = f"another vault uses {directory}; stop it, or give another {flag}"
+    try:
+        return acquire_lock(private_directory(directory, flag) / LOCK_FILE, refusal)
+    except OSError as error:
+        raise Unavailable(f"cannot write to {directory}: {error.strerror}; give another {flag}") from error
 
 
 async def serve(settings: VaultSettings, parent: int) -> None:
@@ -83,7 +88,7 @@ async def serve(settings: VaultSettings, parent: int) -> None:
     if settings.die_with_parent:
         die_with_parent(parent)
     lower_oom_score()
-    locks = [lock_directory(settings.run_dir), lock_directory(settings.segment_dir)]
+    locks = [lock_directory(settings.run_dir, "--run-dir"), lock_directory(settings.segment_dir, "--segment-dir")]
     store = SegmentStore(settings.segment_dir, settings.node, settings.memory_limit)
     adoption = SegmentAdoption(store)
     found = await asyncio.to_thread(adoption.adopt_segments)
@@ -125,7 +130,7 @@ def main() -> None:
         settings = decode_settings(sys.argv[1])
         log_to_stderr(settings.log_format, settings.log_level)
         asyncio.run(serve(settings, parent))
-    except ConfigurationError as error:
+    except (EverstepError, OSError) as error:
         raise SystemExit(f"everstep vault: {error}") from error
 
 

@@ -26,6 +26,7 @@ import msgspec
 
 from everstep import __version__
 from everstep.errors import DECODE_ERRORS, ConfigurationError, MalformedMessage, Unavailable
+from everstep.private_files import make_private_directories
 from everstep_controller.core import engine
 from everstep_controller.core.effects import Effect, describe, digest
 from everstep_controller.core.events import Event, ReportArrived
@@ -85,7 +86,7 @@ class Journal:
 
     def __init__(self, directory: Path, *, max_bytes: int, keep_s: float, segment_bytes: int = SEGMENT_BYTES) -> None:
         try:
-            directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_private_directories(directory)
         except OSError as error:
             raise ConfigurationError(
                 f"the journal's directory {directory} cannot be created: {error.strerror}; create it, or give another "

@@ -78,7 +78,9 @@ def _locked(folder: Path) -> Iterator[None]:
     """Hold the file's lock, which only this user can take. Raises ConfigurationError if files cannot be written."""
     with ExitStack() as stack:
         try:
-            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            from everstep.private_files import make_private_directories
+
+            make_private_directories(folder)
             descriptor = os.open(folder / f"{FILE}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             stack.callback(os.close, descriptor)
             fcntl.flock(descriptor, fcntl.LOCK_EX)

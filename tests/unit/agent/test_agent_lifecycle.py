@@ -14,11 +14,11 @@ from everstep_agent.lifecycle import (
     JsonLines,
     TextLines,
     delete_segments,
-    private_directory,
     write_atomically,
 )
 
 from everstep.errors import ConfigurationError
+from everstep.private_files import private_directory
 
 
 def test_two_agents_never_share_a_run_directory(tmp_path: Path) -> None:
@@ -71,8 +71,9 @@ def test_directory_inside_a_foreign_directory_is_refused(tmp_path: Path, where: 
     shared.chmod(0o1777)
     (shared / "everstep-0").mkdir(mode=0o777)
     os.chown(shared / "everstep-0", 65534, 65534)
-    with pytest.raises(ConfigurationError, match="everstep-0 belongs to another user"):
+    with pytest.raises(ConfigurationError, match="everstep-0 belongs to another user: give another --run-dir"):
         private_directory(shared / where)
+    assert list((shared / "everstep-0").iterdir()) == []  # the owner is checked before anything is made
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link away")

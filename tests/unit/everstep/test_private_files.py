@@ -2,11 +2,54 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from everstep.private_files import write_private
+from everstep.errors import Unavailable
+from everstep.private_files import make_private_directories, private_directory, write_private
+
+
+@pytest.fixture(params=[0o000, 0o022, 0o777])
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def test_new_directories_are_private_under_any_umask(tmp_path: Path, umask: int) -> None:
+    make_private_directories(tmp_path / "a" / "b" / "c")
+    for name in ("a", "a/b", "a/b/c"):
+        assert stat.S_IMODE((tmp_path / name).stat().st_mode) == 0o700
+
+
+def test_existing_directory_keeps_its_mode(tmp_path: Path) -> None:
+    tmp_path.chmod(0o755)
+    make_private_directories(tmp_path / "new")
+    make_private_directories(tmp_path)
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o755
+
+
+def test_file_in_the_place_of_a_directory_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(OSError, match="directory"):
+            make_private_directories(path)
+
+
+def test_users_own_folder_is_closed_again(tmp_path: Path) -> None:
+    own = tmp_path / f"everstep-{os.geteuid()}"
+    own.mkdir()
+    own.chmod(0o777)
+    private_directory(own / "n1")
+    assert stat.S_IMODE(own.stat().st_mode) == 0o700
+
+
+def test_unusable_directory_names_the_setting(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(Unavailable, match="file/n1: Not a directory; give another --segment-dir"):
+        private_directory(tmp_path / "file" / "n1", "--segment-dir")
 
 
 @pytest.mark.parametrize("durable", [False, True])

@@ -67,7 +67,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from everstep.errors import ConfigurationError
 from everstep.parent_process import PARENT_VARIABLE
-from everstep.private_files import write_private
+from everstep.private_files import make_private_directories, write_private
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep_trainer.launch.job_rendezvous import LOOPBACK, Endpoint, controller_network
 from everstep_trainer.launch.options import LaunchSettings
@@ -435,7 +435,7 @@ def _private_folder(plan: JobPlan, number: int) -> Iterator[Path]:
     """
     name = hashlib.sha256(plan.job.encode()).hexdigest()[:8]
     parent = resolve_state_dir(plan.settings.get("state_dir"), os.environ) / "ray"
-    parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_private_directories(parent)
     host = hashlib.sha256(socket.gethostname().encode()).hexdigest()[:6]  # a home may be shared by machines
     folder = parent / f"{host}-{name}-{number}"
     with contextlib.ExitStack() as stack:

@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 
+from everstep.private_files import make_private_directories
+
 log = logging.getLogger(__name__)
 
 USED_MARKER = "used"  # a file in each folder, touched when a launcher begins to use it
@@ -39,8 +41,7 @@ def cache_environment(state_dir: Path, name: str, environ: Mapping[str, str]) ->
     """
     folder = state_dir / "cache" / name
     try:
-        for directory in (state_dir, folder.parent, folder):
-            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private_directories(folder)
         found = folder.stat()
         if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o022:  # code is loaded from it
             raise PermissionError(f"{folder} is writable for another user; remove it, or set --state-dir")

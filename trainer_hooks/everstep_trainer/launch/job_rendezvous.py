@@ -33,7 +33,7 @@ from everstep.bearer_tokens import TokenRole, mint
 from everstep.clock import Clock
 from everstep.errors import ConfigurationError, Unavailable
 from everstep.ids import check_name
-from everstep.private_files import write_private
+from everstep.private_files import make_private_directories, write_private
 from everstep_trainer.launch.options import LaunchOptions
 
 LOOPBACK = "127.0.0.1"
@@ -232,7 +232,7 @@ def _machine_secret(state_dir: Path) -> bytes:
     """Return the secret of this user's loopback rendezvous, which is made at its first use."""
     path = state_dir / "loopback.secret"
     try:
-        state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private_directories(state_dir)
         if not path.exists():
             draft = state_dir / f".loopback.secret.{secrets.token_hex(4)}"
             write_private(draft, secrets.token_hex(32).encode())

@@ -13,6 +13,7 @@ import signal
 import socket
 from collections import deque
 from collections.abc import Mapping
+from pathlib import Path
 
 import msgspec
 
@@ -164,8 +165,9 @@ async def launch(
             network = await asyncio.to_thread(meet, options, state_dir, stack)
             own_address = network.address
             environ = {**environ, **collective_environment(own_address, environ)}
+        segments = Path(options.segment_dir).absolute() if options.segment_dir is not None else None
         private = PrivateServices(
-            state_dir, options.job, clock, options.vault_linger_s, network, start=options.run_start
+            state_dir, options.job, clock, options.vault_linger_s, network, start=options.run_start, segments=segments
         )
         stack.push_async_callback(private.end)
         events: asyncio.Queue[LauncherEvent] = asyncio.Queue()

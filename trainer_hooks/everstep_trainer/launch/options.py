@@ -161,6 +161,9 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
     allow_bit_flips: bool | None = None
     """Let ``everstep chaos flip`` change a bit of a rank's parameters. Default: only without an agent, in a private
     run."""
+    segment_dir: str | None = None
+    """Without an agent: directory on a memory file system for checkpoints; each run makes a folder of its own there.
+    Default: ``/dev/shm/everstep-UID``."""
     state_dir: str | None = None
     """Directory for logs, receipts and files of private services. Default: ``$XDG_STATE_HOME/everstep``."""
     progress: bool = True

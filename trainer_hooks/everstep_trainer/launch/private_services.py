@@ -35,6 +35,7 @@ from everstep.clock import Clock
 from everstep.errors import DECODE_ERRORS, ConfigurationError, EverstepError, Unavailable
 from everstep.layout.vault_status import Pid, is_locked, read_status
 from everstep.parent_process import PARENT_VARIABLE
+from everstep.private_files import make_private_directories
 from everstep_trainer.launch.forking.fork_client import wait_for_exit
 from everstep_trainer.launch.forking.process_setup import notices_blocked
 from everstep_trainer.launch.job_rendezvous import (
@@ -51,6 +52,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 SEGMENT_ROOT = Path("/dev/shm")  # noqa: S108 - shared memory is the point
+SEGMENT_DIR_FILE = "segment-dir"
+"""File in a run directory that names the folder of its segments, if it is not the default one."""
 SOCKET_PATH_BYTES = 107  # of a path in sockaddr_un
 POLL_S = 0.02
 EXIT_WAIT_S = 15.0  # for processes that were asked to end or killed; freeing a vault's memory takes longest
@@ -73,8 +76,8 @@ class PrivateRunDirectory:
     previous launcher's services do not end.
     """
 
-    def __init__(self, state_dir: Path, job: str, start: RunStart) -> None:
-        state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    def __init__(self, state_dir: Path, job: str, start: RunStart, segments: Path | None = None) -> None:
+        make_private_directories(state_dir)
         with os.fdopen(_open_lock(state_dir / ".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             taken = _take_over(state_dir, job, start)
@@ -83,6 +86,8 @@ class PrivateRunDirectory:
                 self._lock = _open_lock(self.path / "lock")
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
                 (self.path / "job").write_text(job)
+                if segments is not None:
+                    (self.path / SEGMENT_DIR_FILE).write_bytes(os.fsencode(segments / self.path.name))
             else:
                 self.path, self._lock = taken
         self.was_taken_over = taken is not None
@@ -112,6 +117,8 @@ class PrivateRunDirectory:
 
 def segment_dir(run_dir: Path) -> Path:
     """Return the folder of the vault's segments; named after the run directory, so that sweeping finds it."""
+    with contextlib.suppress(FileNotFoundError):
+        return Path(os.fsdecode((run_dir / SEGMENT_DIR_FILE).read_bytes()))
     return SEGMENT_ROOT / f"everstep-{os.getuid()}" / run_dir.name
 
 
@@ -206,8 +213,9 @@ def _open_lock(path: Path) -> int:
 
 
 def _remove(run_dir: Path) -> None:
+    segments = segment_dir(run_dir)  # the run directory knows
     shutil.rmtree(run_dir, ignore_errors=True)
-    shutil.rmtree(segment_dir(run_dir), ignore_errors=True)
+    shutil.rmtree(segments, ignore_errors=True)
 
 
 START_WAIT_S = 60.0  # longest start of a service; it takes about a second, or several on a loaded machine
@@ -232,7 +240,7 @@ class PrivateServices:
 
     ``name`` is that of the job and of the logs. ``linger_s``: how long the vault waits for another launcher if this one
     is killed; None: not at all. ``network``: how they are reached; by default on loopback, by this launcher alone.
-    ``start``: how other runs of the name on this machine are treated.
+    ``start``: how other runs of the name on this machine are treated. ``segments``: the folder for folders of segments.
     """
 
     def __init__(
@@ -243,8 +251,9 @@ class PrivateServices:
         linger_s: float | None = None,
         network: ServiceNetwork | None = None,
         start: RunStart | None = None,
+        segments: Path | None = None,
     ) -> None:
-        self._start = start or RunStart()
+        self._start, self._segments = start or RunStart(), segments
         self._network = network or ServiceNetwork()
         # A home may be shared by the nodes of a cluster: launchers of other nodes must not sweep this one's directory.
         self._state_dir = state_dir / self._network.node if self._network.controller is not None else state_dir
@@ -283,10 +292,10 @@ class PrivateServices:
         _check_installed()
         logs, network = self._state_dir / "logs", self._network
         try:
-            logs.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_private_directories(logs)
             _prune(logs)
             place = self._run_directory = await asyncio.to_thread(
-                PrivateRunDirectory, self._state_dir, self._name, self._start
+                PrivateRunDirectory, self._state_dir, self._name, self._start, self._segments
             )
             run_dir = place.path
             if not place.was_taken_over or network.controller is not None:  # another secret may be given since

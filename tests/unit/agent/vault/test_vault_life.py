@@ -321,6 +321,14 @@ def test_two_vaults_cannot_share_a_directory(fleet: Vaults) -> None:
     assert versions(vault.client()) == set()
 
 
+def test_unusable_segment_dir_is_named_in_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    said = start_refused(vault_settings("n1", tmp_path / "run", tmp_path / "file" / "n1"))
+    assert said.splitlines() == [
+        f"everstep vault: cannot use the directory {tmp_path}/file/n1: Not a directory; give another --segment-dir"
+    ]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

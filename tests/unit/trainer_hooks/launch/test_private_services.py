@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from everstep_trainer.launch import private_services
 from everstep_trainer.launch.job_rendezvous import ServiceNetwork
-from everstep_trainer.launch.private_services import PrivateService, PrivateServices
+from everstep_trainer.launch.private_services import PrivateService, PrivateServices, segment_dir
 from everstep_trainer.launch.processes import WorkerOutputs
 
 from everstep.bearer_tokens import TokenRole, verify_with_secret
@@ -267,6 +267,23 @@ def test_leftovers_of_a_dead_launcher_are_removed(services: PrivateServices, sho
     asyncio.run(play())
     assert {path.name for path in state.glob("run-*")} == {"run-alive"}
     assert not segments.exists()
+
+
+def test_segments_lie_where_the_flag_says(services: PrivateServices, short_path: Path) -> None:
+    services._segments = short_path / "memory"
+    run_dir = short_path / "state" / "run-1"
+
+    async def play() -> None:
+        try:
+            run_dir = (await services.start()).parents[1]
+            assert segment_dir(run_dir) == short_path / "memory" / run_dir.name
+            segment_dir(run_dir).mkdir(parents=True)
+        finally:
+            await services.end()
+
+    asyncio.run(play())
+    assert segment_dir(run_dir) == short_path / "shm" / f"everstep-{os.getuid()}" / "run-1"
+    assert list((short_path / "memory").iterdir()) == []
 
 
 class Left:
