@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
+
+import pytest
 
 from tests.support.command_lines import agent_settings, controller_settings
 
@@ -55,3 +61,38 @@ def test_systemd_units_restart_without_limit() -> None:
     for unit in ("everstep-agent.service", "everstep-controller.service"):
         assert settings_of(unit)["Restart"] == ["always"]
         assert settings_of(unit)["StartLimitIntervalSec"] == ["0"]
+
+
+def test_agent_unit_hides_nothing_that_the_agent_reads() -> None:
+    unit = settings_of("everstep-agent.service")
+    hiding = {"PrivateDevices", "DevicePolicy", "DeviceAllow", "ProtectClock", "ProtectKernelLogs", "ProtectProc"}
+    assert not (hiding | {"PrivateIPC", "PrivateTmp", "ProtectHome", "MemoryDenyWriteExecute"}) & unit.keys()
+    assert unit["CapabilityBoundingSet"] == unit["AmbientCapabilities"] == ["CAP_SYSLOG"]
+    assert unit["ProtectSystem"] == ["full"]  # versions may be written anywhere
+
+
+@pytest.mark.parametrize("name", ["everstep-agent.service", "everstep-controller.service"])
+def test_units_gain_no_privileges(name: str) -> None:
+    unit = settings_of(name)
+    for key in ("NoNewPrivileges", "ProtectKernelModules", "ProtectKernelTunables", "RestrictSUIDSGID"):
+        assert unit[key] == ["true"], key
+
+
+@pytest.mark.parametrize(("name", "exposure"), [("everstep-agent.service", 6.0), ("everstep-controller.service", 2.5)])
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="needs systemd-analyze")
+def test_units_are_valid_and_little_exposed(tmp_path: Path, name: str, exposure: float) -> None:
+    text = re.sub(r"/opt/everstep/bin/\S+", "/bin/true", (UNITS / name).read_text())  # the program is not installed
+    (tmp_path / name).write_text(text)
+    environment = {**os.environ, "SYSTEMD_UNIT_PATH": f"{tmp_path}:"}
+    command = ["systemd-analyze", "verify", "--man=no", str(tmp_path / name)]
+    verified = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert not [line for line in verified.stderr.splitlines() if name in line]
+    command = [
+        "systemd-analyze",
+        "security",
+        "--offline=true",
+        f"--threshold={exposure * 10:.0f}",
+        str(tmp_path / name),
+    ]
+    judged = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert judged.returncode == 0, judged.stdout + judged.stderr
