@@ -287,7 +287,7 @@ def _request(path: str, secret_file: str) -> bytes:
 
 
 def flood_main(address: str, connections: str, path: str, secret_file: str) -> None:
-    """The process that floods: until its standard input ends; then tells statuses and bytes."""
+    """The process that floods: until its standard input ends. It tells when it has begun, then statuses and bytes."""
     request = _request(path, secret_file)
     statuses: Counter[str] = Counter()
     total = 0
@@ -296,6 +296,7 @@ def flood_main(address: str, connections: str, path: str, secret_file: str) -> N
             reader = _Reader(address, request, statuses)
             selector.register(reader.line, selectors.EVENT_READ, reader)
         selector.register(sys.stdin, selectors.EVENT_READ, None)
+        print("{}", flush=True)
         while True:
             for key, _ in selector.select():
                 if key.data is None:
@@ -324,10 +325,11 @@ def flooded(controller: Controller, connections: int, path: str, secret_file: st
     told: dict[str, object] = {}
     command = [sys.executable, "-m", "bench.hostile", "flood", controller.address, str(connections), path, secret_file]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdin is not None
     try:
+        process.stdout.readline()  # it is connected
         yield told
-        assert process.stdout is not None
-        assert process.stdin is not None
         process.stdin.close()
         told |= json.loads(process.stdout.readline())
     finally:
