@@ -166,6 +166,15 @@ def test_killed_rank_is_replaced_and_the_run_summarized(short_path: Path) -> Non
     assert receipt.job in stored.page.read_text()
 
 
+def test_exception_of_all_ranks_is_printed_once(short_path: Path) -> None:
+    (short_path / "train.py").write_text(TRAIN.replace("optimizer.zero_grad()", "raise ValueError('bad batch')"))
+    argv = ["--nproc-per-node", "2", *PATIENT, "--state-dir", str(short_path / "state"), "train.py"]
+    with launched(short_path, *argv) as launcher:
+        assert launcher.wait() == 1
+    assert launcher.err.count("Traceback (most recent call last)") == 1
+    assert launcher.err.count("ValueError: bad batch") == 2, launcher.err  # the traceback's end, and the launcher's
+
+
 @pytest.mark.promise("clean-exit")
 def test_ctrl_c_leaves_no_process_no_socket_and_no_segment(run: Run) -> None:
     run.pid_at(rank=0, step=5)

@@ -483,8 +483,20 @@ class PrivateService:
         lines: list[str] = []
         with contextlib.suppress(OSError):
             lines = self._log_file.read_text(errors="replace").splitlines()[-15:]
+        if _is_full(self._log_file.parent):
+            place = f"the file system of {self._log_file.parent} is full"
+            return f"the private {self._name} {summary}: {place}; make room, or give another --state-dir"
         shown = "\n".join(f"  | {line}" for line in lines or ["(nothing)"])
         return f"the private {self._name} {summary}; the end of {self._log_file}:\n{shown}"
+
+
+def _is_full(directory: Path) -> bool:
+    """Return whether less than a page of a file system is left to this user."""
+    try:
+        status = os.statvfs(directory)
+    except OSError:
+        return False
+    return status.f_bavail * status.f_frsize < 4096 or (status.f_files > 0 and status.f_favail == 0)
 
 
 # -P below: a user's directory may have modules named "agent" and "controller" too.

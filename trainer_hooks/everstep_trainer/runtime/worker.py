@@ -9,7 +9,6 @@ import logging
 import os
 import random
 import re
-import sys
 import traceback
 from collections.abc import Callable
 from functools import cached_property, partial
@@ -40,6 +39,7 @@ from everstep_trainer.runtime.link import RankLink
 from everstep_trainer.runtime.process_group import GenerationGroup, Rendezvous
 from everstep_trainer.runtime.progress import StepProgress
 from everstep_trainer.runtime.regroup_record import RecoveryTally
+from everstep_trainer.runtime.shown_errors import claim_error, launcher_shares_stderr, show
 from everstep_trainer.sdc import injected_flip
 
 # ---- error attribution: a lost peer shows as an error of the training function
@@ -158,12 +158,6 @@ _ReportKind = type[RankFinished | CollectiveFailed | UserError]
 REPLACEMENT_WAIT_S = 0.5  # until a process that replaces another learns of its generation; a spare may wait for hours
 
 
-def _show(text: str) -> None:
-    """Print to stderr, if the training function left a usable one; the error is reported to the job in any case."""
-    with contextlib.suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
-
-
 def _is_return(failure: BaseException) -> bool:
     """Return whether the training function ended by ``sys.exit()`` with status 0."""
     return isinstance(failure, SystemExit) and failure.code in (None, 0)
@@ -172,7 +166,7 @@ def _is_return(failure: BaseException) -> bool:
 def _end_child(failure: BaseException | None) -> None:
     """End a child that training code forked and let leave the training function: it must not speak for its parent."""
     if failure is not None and not _is_return(failure):
-        _show(full_traceback(failure))
+        show(full_traceback(failure))
     os._exit(0 if failure is None or _is_return(failure) else 1)
 
 
@@ -242,7 +236,8 @@ class Worker:
             if isinstance(order, StopJob):
                 if order.ok:
                     return
-                _show(f"everstep: job {order.job} was stopped: {order.reason}")
+                if not launcher_shares_stderr():
+                    show(f"everstep: job {order.job} was stopped: {order.reason}")
                 raise SystemExit(1)
             number = order.number
             member = order.member_at(self._welcome.node, self._local_rank)
@@ -408,7 +403,8 @@ class Worker:
 
     def _report_user_error(self, spec: GenerationSpec, member: Member, error: str, trace: str) -> None:
         """Report the training function's own error and wait for the decision about the job, or raise SystemExit."""
-        _show(trace)
+        if claim_error(error, f"{spec.secret}/{spec.number}"):
+            show(trace)
         self._report(UserError, spec, member, error=error, traceback=trace, started_step=self._progress.begun_step)
         if self._directives.wait_next(spec.number, self._settings.job_decision_timeout_s) is None:
             logger.error("no decision about the job arrived: exiting", extra=self._extra(spec))

@@ -205,6 +205,16 @@ def test_service_failing_to_restart_is_left_alone(stage: Stage) -> None:
     played(stage, act)
 
 
+def test_full_disk_is_named_instead_of_an_empty_log(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage.program = FAILING
+    full = os.statvfs_result((4096, 4096, 100, 0, 0, 10, 10, 10, 0, 255))
+    monkeypatch.setattr(private_services.os, "statvfs", lambda _: full)
+    with pytest.raises(
+        Unavailable, match=r"status 3 while starting: the file system of \S+ is full; make room, or give"
+    ):
+        asyncio.run(stage.service.start(stage.command))
+
+
 def test_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(
         private_services, "REQUIRED_MODULES", {"controller": ("no_such_web_framework",), "agent": ("msgspec",)}
