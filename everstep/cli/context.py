@@ -22,6 +22,7 @@ from everstep.errors import AuthenticationError, ConfigurationError, EverstepErr
 from everstep.ids import check_name, split_address
 from everstep.printable_text import escape_control, printable_json
 from everstep.settings import Program
+from everstep.state_directory import preferred_state_directory, state_directory
 from everstep.wire.v1 import operator as op
 
 if TYPE_CHECKING:
@@ -105,7 +106,7 @@ class ConnectionOptions(msgspec.Struct, frozen=True):
         from everstep.cli.login import stored
 
         controllers = (self.controller or DEFAULT_CONTROLLER).split(",")
-        return stored.current_token(state_dir(os.environ), controllers, self.ca_file) or read_token("")
+        return stored.current_token(preferred_state_directory(os.environ), controllers, self.ca_file) or read_token("")
 
     def tls(self) -> ssl.SSLContext | None:
         """Return the TLS context, or None without TLS files. Raises ConfigurationError for unusable files."""
@@ -209,8 +210,7 @@ class LocalRun(msgspec.Struct, frozen=True, kw_only=True):
 
 def state_dir(environ: Mapping[str, str]) -> Path:
     """Return the directory in which everstep-launch makes run directories, unless --state-dir names another."""
-    base = environ.get("XDG_STATE_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "state") / "everstep"
+    return state_directory(environ)
 
 
 def local_runs(folder: Path) -> list[LocalRun]:

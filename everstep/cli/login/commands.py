@@ -8,11 +8,12 @@ from typing import Annotated
 import typer
 
 from everstep import oidc
-from everstep.cli.context import ConnectionOptions, console, error_console, reporting_errors, state_dir
+from everstep.cli.context import ConnectionOptions, console, error_console, reporting_errors
 from everstep.cli.login import stored
 from everstep.cli.login.stored import StoredLogin
 from everstep.client import Client
 from everstep.errors import EverstepError
+from everstep.state_directory import preferred_state_directory
 from everstep.system_clock import SYSTEM_CLOCK
 
 
@@ -49,7 +50,7 @@ def log_in(
         with Client(controllers, tokens.id_token, tls=access.tls()) as client:
             me = client.identity()
         login = stored.make(controllers, options.command_client_id, provider, tokens)
-        stored.store(state_dir(os.environ), login)
+        stored.store(preferred_state_directory(os.environ), login)
         where = ", ".join(login.controllers)
         console.print(f"logged in to {where} as {me.subject}, with the role {me.role}", soft_wrap=True)
         if given.token_file:
@@ -64,7 +65,7 @@ def log_out(context: typer.Context) -> None:
     with reporting_errors():
         given: ConnectionOptions = context.obj
         access = given.resolved(os.environ)
-        removed = stored.remove(state_dir(os.environ), access.controller.split(","))
+        removed = stored.remove(preferred_state_directory(os.environ), access.controller.split(","))
         for one in removed:
             console.print(f"logged out of {', '.join(one.controllers)}")
             if one.refresh_token and one.provider.revocation_endpoint:

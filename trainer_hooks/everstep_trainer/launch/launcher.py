@@ -37,7 +37,7 @@ from everstep_trainer.launch.job_rendezvous import (
     watch_first_node,
 )
 from everstep_trainer.launch.options import LaunchOptions
-from everstep_trainer.launch.private_services import PrivateServices, resolve_state_dir
+from everstep_trainer.launch.private_services import PrivateServices, prepare_state_dir
 from everstep_trainer.launch.processes import STORE_SERIAL, ProcessEvent, WorkerProcesses, WorkerReachedMain
 from everstep_trainer.launch.progress_display import showing_progress
 from everstep_trainer.launch.run_receipt import report_fleet_run, report_run
@@ -158,7 +158,7 @@ async def launch(
     with the thread that forked them. Raises ConfigurationError for unusable options, or Unavailable.
     """
     async with contextlib.AsyncExitStack() as stack:
-        state_dir = resolve_state_dir(options.state_dir, environ)
+        state_dir = prepare_state_dir(options.state_dir, environ)
         earlier = await asyncio.to_thread(find_earlier_run, options)
         network, own_address = None, options.local_addr
         if options.meets_at_endpoint:

@@ -165,7 +165,8 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Without an agent: directory on a memory file system for checkpoints; each run makes a folder of its own there.
     Default: ``/dev/shm/everstep-UID``."""
     state_dir: str | None = None
-    """Directory for logs, receipts and files of private services. Default: ``$XDG_STATE_HOME/everstep``."""
+    """Directory for logs, receipts and files of private services. Default: ``$XDG_STATE_HOME/everstep``,
+    or ``/tmp/everstep-UID/state`` if the home directory is too long a path for sockets, or cannot be written."""
     progress: bool = True
     """Show the progress of the job: a live line on a terminal, log lines elsewhere. With an agent, only the launcher of
     rank 0 does."""

@@ -35,7 +35,8 @@ from everstep.clock import Clock
 from everstep.errors import DECODE_ERRORS, ConfigurationError, EverstepError, Unavailable
 from everstep.layout.vault_status import Pid, is_locked, read_status
 from everstep.parent_process import PARENT_VARIABLE
-from everstep.private_files import make_private_directories
+from everstep.private_files import make_private_directories, private_directory
+from everstep.state_directory import preferred_state_directory, state_directory, why_unusable
 from everstep_trainer.launch.forking.fork_client import wait_for_exit
 from everstep_trainer.launch.forking.process_setup import notices_blocked
 from everstep_trainer.launch.job_rendezvous import (
@@ -60,11 +61,20 @@ EXIT_WAIT_S = 15.0  # for processes that were asked to end or killed; freeing a 
 
 
 def resolve_state_dir(flag_value: str | None, environ: Mapping[str, str]) -> Path:
-    """Return the folder of logs and private services' files: --state-dir, or $XDG_STATE_HOME/everstep."""
-    if flag_value is not None:
-        return Path(flag_value).resolve()
-    base = environ.get("XDG_STATE_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "state") / "everstep"
+    """Return the folder of logs and private services' files: --state-dir, or ``state_directory``."""
+    return state_directory(environ) if flag_value is None else Path(flag_value).resolve()
+
+
+def prepare_state_dir(flag_value: str | None, environ: Mapping[str, str]) -> Path:
+    """Return the folder as ``resolve_state_dir`` does; log once if it replaces one in the home directory.
+
+    Raises ConfigurationError if another user has made the replacement, Unavailable if it cannot be made.
+    """
+    folder, wanted = resolve_state_dir(flag_value, environ), preferred_state_directory(environ)
+    if flag_value is None and folder != wanted:
+        private_directory(folder, "--state-dir")  # below /tmp, where other users could have made it
+        log.info("logs and sockets are in %s instead of %s: %s", folder, wanted, why_unusable(wanted))
+    return folder
 
 
 class PrivateRunDirectory:

@@ -1,0 +1,48 @@
+"""Logs and sockets of runs go to /tmp if the home directory cannot hold them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from everstep import state_directory as module
+from everstep.cli.context import state_dir
+from everstep.state_directory import preferred_state_directory, state_directory, why_unusable
+
+FALLBACK = Path(f"/tmp/everstep-{os.geteuid()}/state")
+
+
+@pytest.fixture
+def home(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HOME", str(short_path))
+    return short_path
+
+
+def test_state_directory_is_in_the_home(home: Path) -> None:
+    assert state_directory({}) == home / ".local" / "state" / "everstep"
+
+
+def test_long_home_falls_back(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    long = home / ("h" * 100)
+    long.mkdir()
+    monkeypatch.setenv("HOME", str(long))
+    assert state_directory({}) == FALLBACK
+    assert state_dir({}) == FALLBACK  # the commands look where the launcher writes
+    assert "too long" in why_unusable(preferred_state_directory({}))
+
+
+def test_unwritable_home_falls_back(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.os, "access", lambda path, _: not str(path).startswith(str(home)))
+    assert state_directory({}) == FALLBACK
+    assert "cannot be written" in why_unusable(preferred_state_directory({}))
+
+
+def test_home_that_is_no_directory_falls_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/dev/null")
+    assert state_directory({}) == FALLBACK
+
+
+def test_given_state_home_is_taken_as_it_is(home: Path) -> None:
+    assert state_directory({"XDG_STATE_HOME": "/" + "x" * 120}) == Path("/" + "x" * 120) / "everstep"
