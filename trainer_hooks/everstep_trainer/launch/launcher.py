@@ -30,6 +30,7 @@ from everstep_trainer.launch.forking.fork_messages import Exited, Forked, ForkSe
 from everstep_trainer.launch.forking.process_setup import NOTICE_SIGNALS
 from everstep_trainer.launch.interruption import EndingSignals, describe_continuation, wait_until_saved
 from everstep_trainer.launch.job_rendezvous import (
+    LOOPBACK,
     Endpoint,
     collective_environment,
     meet,
@@ -146,6 +147,8 @@ def listening_socket(host: str) -> socket.socket:
         return socket.create_server((host, 0), family=family, backlog=4096)
     except OSError as error:
         advice = "give one of this machine's addresses with --local-addr"
+        if host == LOOPBACK:  # a host with [::1] alone; private services and ranks meet on 127.0.0.1
+            advice = "ranks of one node meet there, so give the loopback its address: ip addr add 127.0.0.1/8 dev lo"
         raise ConfigurationError(f"cannot listen on {host}: {error}; {advice}") from error
 
 

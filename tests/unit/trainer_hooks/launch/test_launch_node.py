@@ -72,3 +72,14 @@ def test_warm_up_preserves_the_random_state(forks: ForkPool) -> None:
     expected, drawn, threads = forks.start(warm_up_and_draw).result()
     assert drawn == expected
     assert threads == 1
+
+
+def test_host_without_ipv4_loopback_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(99, "Cannot assign requested address")
+
+    monkeypatch.setattr(socket, "create_server", refuse)
+    with pytest.raises(
+        ConfigurationError, match=r"cannot listen on 127\.0\.0\.1: .*: ip addr add 127\.0\.0\.1/8 dev lo"
+    ):
+        listening_socket("127.0.0.1")
