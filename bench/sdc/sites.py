@@ -303,6 +303,8 @@ class _LyingReplay(FaultySite):
         return replay
 
 
+GRAPH_SITES = (Site.GEMM_INPUT_GRADIENT, Site.GEMM_WEIGHT_GRADIENT)
+"""Sites that add nodes to the autograd graph, which all ranks get alike: audits compare only equal graphs."""
 SITES: dict[Site, type[FaultySite]] = {
     Site.GEMM_FORWARD: _Products,
     Site.GEMM_INPUT_GRADIENT: _InputGradients,

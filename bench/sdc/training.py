@@ -28,7 +28,7 @@ from bench.sdc.judging import Judgement, Outcome, Statement, judge_all, node_of
 from bench.sdc.models import Config, batch_of, build
 from bench.sdc.overhead import Timing, time_presets
 from bench.sdc.peers import PeerSignals, StepSignals
-from bench.sdc.sites import SITES, FaultySite, local
+from bench.sdc.sites import GRAPH_SITES, SITES, FaultySite, local
 from everstep.vocabulary import AuditLink
 from everstep.wire.v1.training import SdcPreset
 
@@ -271,6 +271,8 @@ class Training:
                 if skipped > 0 and result.changed_step:
                     fault.skip_ahead(skipped * result.elements)
                     step += skipped
+                    if chain is not None:
+                        chain._updated_step = step + first - 1  # whose norms were not read
             else:
                 result.final_loss = self._evaluate() if chain is None else None
         result.activations, result.stratum = fault.activations, fault.stratum
@@ -437,9 +439,10 @@ class Training:
         if injection is None:
             return Fault(None, 0), None
         elements = self._count(injection.site)
-        if injection.rank != self.rank:
+        is_faulty = injection.rank == self.rank
+        if not is_faulty and injection.site not in GRAPH_SITES:
             return Fault(None, 0), None
-        fault = Fault(injection, elements)
+        fault = Fault(injection, elements) if is_faulty else Fault(None, 0)
         return fault, SITES[injection.site](fault, self.model, self.inner, self.optimizer)
 
     def _count(self, kind: Site) -> int:
