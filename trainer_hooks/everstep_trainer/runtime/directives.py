@@ -237,7 +237,7 @@ class DirectiveListener:
             return None
         if self.membership.state is MembershipState.MEMBER and (stall := self._stalls.check()) is not None:
             self._report_stall(stall, spec, member)
-        return RankHeartbeat(
+        tick = RankHeartbeat(
             generation=spec.number,
             rank=member.rank,
             step=progress.finished_step,
@@ -249,6 +249,7 @@ class DirectiveListener:
             started_step=self._begun(spec),
             until_step=progress.until_step,
         )
+        return tick if self._spec is spec else None  # the main thread may count steps of the next generation already
 
     def _begun(self, spec: GenerationSpec) -> int:
         """Return the last step begun in ``spec``: the main thread may still count steps of the previous generation."""

@@ -75,3 +75,19 @@ def test_tick_reports_the_begun_step_of_its_generation_only() -> None:
     assert progress.begun_step == 0
     progress.resume_from(5)
     assert progress.begun_step == 5
+
+
+def test_tick_that_the_next_generation_overtakes_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = attendant(MembershipState.NOT_A_MEMBER)
+    spec, following = generation(1), generation(2)
+    rank.enter(spec, spec.roster[0])
+
+    def read_loss() -> None:  # meanwhile the main thread goes on
+        rank.enter(following, following.roster[0])
+        rank.progress.finish_step(186)
+
+    monkeypatch.setattr(rank.progress.loss, "value", read_loss)
+    assert rank.make_tick() is None
+    tick = rank.make_tick()
+    assert tick is not None
+    assert (tick.generation, tick.step) == (2, 186)
