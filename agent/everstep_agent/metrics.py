@@ -338,9 +338,8 @@ class MetricsServer:
     """
 
     def __init__(self, host: str, port: int, token: Callable[[], str], collector: Collector, clock: Clock) -> None:
-        self._registry = CollectorRegistry(
-            auto_describe=False
-        )  # or registering would collect, before there are metrics
+        # Without describing, or registering would collect before there are metrics.
+        self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(collector)
         self._token = token
         self._log = LogThrottle(log, clock.monotonic)

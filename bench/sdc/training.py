@@ -250,8 +250,7 @@ class Training:
                     self._restore(self._base)
                     chain, step = warm.begin(first, phase, is_repeated=True), 0
                     continue
-                changed = step < len(reference) and digests != reference[step]
-                if changed and not result.changed_step:
+                if not result.changed_step and step < len(reference) and digests != reference[step]:
                     result.changed_step = step
                 if self.config.parallel == "ddp" and len(set(digests)) > 1:
                     result.differing_steps.append(step)
@@ -261,18 +260,15 @@ class Training:
                     break
                 if searched:
                     continue
-                settled = REFERENCE_STEPS if injection is None or injection.is_permanent else SETTLED
-                is_over = injection is not None and chain is not None and step >= ONSET + settled
-                if is_over and not (changed or result.changed_step) and injection.site not in DETECTORS:
+                if injection is not None and not result.changed_step and _is_settled(injection, step):
                     break
-                skipped = idle_steps if self._is_forgotten(injection, digests) else 0
-                if chain is not None and injection is not None and injection.is_permanent:
-                    skipped = max(skipped, min(last - step - 1, _steps_until_due(chain, step, step + first)))
-                if skipped > 0 and result.changed_step:
+                if chain is not None and injection is not None and result.changed_step:
+                    skipped = max(0, idle_steps) if self._is_forgotten(injection, digests) else 0
+                    if injection.is_permanent:
+                        skipped = max(skipped, min(last - step - 1, _steps_until_due(chain, step, step + first)))
                     fault.skip_ahead(skipped * result.elements)
                     step += skipped
-                    if chain is not None:
-                        chain._updated_step = step + first - 1  # whose norms were not read
+                    chain._updated_step = step + first - 1  # its norms were not read
             else:
                 result.final_loss = self._evaluate() if chain is None else None
         result.activations, result.stratum = fault.activations, fault.stratum
@@ -515,6 +511,12 @@ class Training:
         self.inner.train()
         dist.all_reduce(total)
         return total.item() / EVALUATIONS / self.world
+
+
+def _is_settled(injection: Injection, step: int) -> bool:
+    """Return whether a fault that has changed no parameter until ``step`` will change none, or not within the run."""
+    settled = REFERENCE_STEPS if injection.is_permanent else SETTLED
+    return step >= ONSET + settled and injection.site not in DETECTORS
 
 
 def _steps_until_due(chain: AuditChain, step: int, update: int) -> int:
