@@ -57,6 +57,12 @@ def train(run):
 everstep.main(train)
 """
 XID_79 = "NVRM: Xid (PCI:0000:1b:00): 79, pid='<unknown>', name=<unknown>, GPU has fallen off the bus.\n"
+IS_IN_SIGHT = """one => {
+  const box = one.getBoundingClientRect();
+  const frame = one.closest(".scroll-x").getBoundingClientRect();
+  return box.left >= frame.left && box.right <= frame.right && box.height < 30;
+}"""
+"""Whether an element of a table is on one line and needs no scrolling."""
 NODES = 10_000
 
 
@@ -148,6 +154,69 @@ def test_typed_token_opens_the_page_and_a_wrong_one_does_not(live: Live, browser
         page.get_by_role("button", name="Leave").click()
         page.get_by_label("Token").wait_for()
         assert page.evaluate("sessionStorage.length") == 0
+
+
+def test_link_pasted_into_an_open_page_is_followed(live: Live, browser: Any) -> None:
+    """Only the fragment differs, so the browser loads nothing."""
+    home = live.world.url
+    with watched(browser) as one:
+        page = one.open(live.link("/fleet", TokenRole.VIEWER))
+        page.get_by_role("button", name="healthy 3").wait_for()
+        page.evaluate("window.isSamePage = true")
+        page.goto(live.link("/job/gpt", TokenRole.OPERATOR))
+        page.get_by_role("heading", name="gpt", exact=True).wait_for()
+        page.locator(".who .chip", has_text="operator").wait_for()
+        assert page.url == f"{home}/#/job/gpt"
+        wait_for_job(page)
+        page.goto(f"{home}/#/policy")
+        page.get_by_role("heading", name="Policy", exact=True).wait_for()
+        page.go_back()
+        page.get_by_role("heading", name="gpt", exact=True).wait_for()
+        assert page.url == f"{home}/#/job/gpt", "the history has no token"
+        page.get_by_role("button", name="Leave").click()
+        page.get_by_label("Token").wait_for()
+        page.goto(live.link("/fleet/n2", TokenRole.VIEWER))
+        page.get_by_role("heading", name="n2", exact=True).wait_for()
+        page.locator(".who .chip", has_text="read only").wait_for()
+        page.locator(".live.on").wait_for()
+        assert page.evaluate("window.isSamePage")
+        one.forget_shifts()  # views take each other's place
+
+
+def test_refused_token_of_a_pasted_link_ends_no_session(live: Live, browser: Any) -> None:
+    with watched(browser) as one:
+        page = one.open(live.link("/fleet"))
+        page.get_by_role("button", name="healthy 3").wait_for()
+        for token in ("operator:olga:0000", "operator:olga:\u20ac"):
+            page.goto(link_of(live.world.url, token, "/incident"))
+            page.get_by_role("alert").get_by_text("stays open with the token of olga").wait_for()
+            assert page.url == f"{live.world.url}/#/incident"
+            page.goto(f"{live.world.url}/#/fleet")
+            page.get_by_role("alert").wait_for(state="detached")
+        page.reload()
+        page.locator(".who .chip", has_text="operator").wait_for()
+        one.complaints[:] = [said for said in one.complaints if "401" not in said]
+        one.forget_shifts()
+
+
+NEWEST_SENTENCES = """async () => {
+  const headers = { Authorization: `Bearer ${sessionStorage.getItem("everstep.token")}` };
+  const { events } = await (await fetch("/v1/events?newest=true&limit=3", { headers })).json();
+  return events.reverse().map((one) => one.sentence);
+}"""
+
+
+def test_fleet_view_shows_the_latest_events_at_once(live: Live, browser: Any) -> None:
+    with watched(browser) as one:
+        page = one.open(live.link())
+        page.locator(".latest tr").first.wait_for()
+
+        def shows_the_latest() -> bool:
+            shown = page.locator(".latest td:last-child").all_inner_texts()
+            newest = page.evaluate(NEWEST_SENTENCES)
+            return [text.removesuffix(" incident") for text in shown[:3]] == newest
+
+        until(shows_the_latest, "the latest events stand first")
 
 
 def test_person_logs_in_with_an_account_of_the_site(program_forks: ForkPool, tmp_path: Path, browser: Any) -> None:
@@ -301,6 +370,13 @@ def test_viewer_sees_gauges_of_gpus_and_no_order(live: Live, browser: Any) -> No
         gpu.wait_for(timeout=60_000)
         assert "°C" in gpu.inner_text()
         assert "W" in gpu.inner_text()
+        live.world.nodes["n2"].set_gpu(throttle_reasons=0x1 | 0x4 | 0x20)  # idle, power cap, software thermal
+        throttled = gpu.locator("td").last
+        throttled.get_by_text("software thermal").wait_for(timeout=60_000)
+        assert re.split(r",?\s*\n", throttled.inner_text()) == ["power cap", "software thermal"]
+        assert all(one.evaluate(IS_IN_SIGHT) for one in throttled.locator("span").all())
+        live.world.nodes["n2"].set_gpu(throttle_reasons=0x1)
+        page.locator(".panel .gauges td:last-child", has_text="–").wait_for(timeout=60_000)
         one.forget_shifts()  # they come once the agent has sent them
 
 

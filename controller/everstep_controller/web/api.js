@@ -14,12 +14,19 @@ class ApiError extends Error {
 }
 
 export const hasToken = () => token !== "";
+export const isToken = (text) => text.trim() === token;
 
 export function setToken(text) {
   token = text.trim();
   if (token) sessionStorage.setItem(TOKEN_KEY, token);
   else sessionStorage.removeItem(TOKEN_KEY);
   tags.clear();
+}
+
+// Raises the controller's refusal of a token that is not in use yet.
+export async function checkToken(text) {
+  const response = await send("/v1/identity", { headers: authorization(text.trim()) });
+  if (!response.ok) throw await errorOf(response);
 }
 
 // How people log in with accounts of the site's provider: the address at which that begins, or "".
@@ -29,8 +36,13 @@ export const loginOptions = () =>
     issuer: body.issuer || "",
   }));
 
-function headersOf(more) {
-  return token ? { Authorization: `Bearer ${token}`, ...more } : { ...more };
+const headersOf = (more) => ({ ...(token && authorization(token)), ...more });
+
+function authorization(text) {
+  if (/[^\x21-\x7e]/.test(text)) {
+    throw new ApiError(401, "unauthenticated", "The token has characters that no token has: copy it again.", 0);
+  }
+  return { Authorization: `Bearer ${text}` };
 }
 
 // Text comes from nodes, also from one that was taken over: characters that control a terminal into which it is copied,

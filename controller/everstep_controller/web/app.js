@@ -11,15 +11,16 @@ import { start, stop, useFleet } from "./store.js";
 
 const VIEW_KEY = "everstep.view"; // the view from which a person left for a login
 
-// A link may carry the token in its fragment, which browsers do not send. It leaves the address bar and the history.
-function readFragment() {
+// A link may carry a token in its fragment, which browsers do not send. It leaves the address bar and the history, and
+// the address of the link's view takes its place. Returns the token, or "".
+function takeToken() {
   const fragment = new URLSearchParams(location.hash.slice(1));
   const token = fragment.get("token");
-  if (!token) return;
-  api.setToken(token);
+  if (!token) return "";
   const to = fragment.get("to") || sessionStorage.getItem(VIEW_KEY) || "/fleet";
   sessionStorage.removeItem(VIEW_KEY);
   history.replaceState(null, "", `${location.pathname}#${to.startsWith("/") ? to : "/fleet"}`);
+  return token;
 }
 
 function route() {
@@ -79,34 +80,45 @@ function Login({ error, onToken }) {
 function App() {
   const fleet = useFleet();
   const [at, setAt] = useState(route());
-  const [known, setKnown] = useState(api.hasToken());
-  useEffect(() => {
-    const listener = () => (readFragmentAgain() ? setKnown(true) : setAt(route()));
-    addEventListener("hashchange", listener);
-    return () => removeEventListener("hashchange", listener);
-  }, []);
-  useEffect(() => {
-    if (known) start();
-  }, [known]);
-  useEffect(() => {
-    const title = TABS.find(([view]) => view === at.view)?.[1] || "Everstep";
-    document.title = `${at.name || title} · Everstep`;
-  }, [at]);
-  const enter = (token) => {
+  const [refusal, setRefusal] = useState(null); // of the token of a link that was pasted into this page
+  // A token that is refused does not end the session that is open.
+  const enter = async (token) => {
+    if (fleet.identity && api.isToken(token)) return;
+    if (fleet.identity) {
+      try {
+        await api.checkToken(token);
+      } catch (error) {
+        setRefusal(error);
+        return;
+      }
+      stop();
+    }
     api.setToken(token);
-    fleet.error = null;
-    if (known) start();
-    else setKnown(true);
+    start();
   };
   const leave = () => {
     api.setToken("");
     stop();
-    setKnown(false);
   };
+  useEffect(() => {
+    const listener = () => {
+      const token = takeToken();
+      setRefusal(null);
+      setAt(route());
+      if (token) enter(token);
+    };
+    addEventListener("hashchange", listener);
+    if (api.hasToken()) start();
+    return () => removeEventListener("hashchange", listener);
+  }, []);
+  useEffect(() => {
+    const title = TABS.find(([view]) => view === at.view)?.[1] || "Everstep";
+    document.title = `${at.name || title} · Everstep`;
+  }, [at]);
   const refused = fleet.error && (fleet.error.status === 401 || fleet.error.status === 403);
-  if (!known || (refused && !fleet.identity)) return html`<${Login} error=${known && fleet.error} onToken=${enter} />`;
+  if (!api.hasToken() || (refused && !fleet.identity)) return html`<${Login} error=${api.hasToken() && fleet.error} onToken=${enter} />`;
   const view = VIEWS[at.view] ? at.view : "fleet";
-  return html`<div class="frame view-${view}">
+  return html`<div class="frame view-${view}" key=${fleet.session}>
     <a class="skip" href="#main" onClick=${(event) => (event.preventDefault(), document.getElementById("main").focus())}>To the content</a>
     <header class="top">
       <a class="brand" href="#/fleet"><svg viewBox="0 0 32 32" aria-hidden="true"><path d="M5 25h7v-7h7v-7h8" /></svg>Everstep</a>
@@ -117,16 +129,12 @@ function App() {
           <button class="small" onClick=${leave}>Leave</button>`}
       </span>
     </header>
-    ${fleet.error && html`<div class="floating"><${Problem} error=${fleet.error} /></div>`}
+    ${refusal && html`<div class="floating"><${Problem} error=${refusal}> The page stays open with the token of ${fleet.identity?.name}.<//></div>`}
+    ${fleet.error && !refusal && html`<div class="floating"><${Problem} error=${fleet.error} /></div>`}
     <main id="main" tabindex="-1">${VIEWS[view](at.name)}</main>
   </div>`;
 }
 
-function readFragmentAgain() {
-  const before = location.hash;
-  readFragment();
-  return before !== location.hash;
-}
-
-readFragment();
+const token = takeToken();
+if (token) api.setToken(token);
 render(html`<${App} />`, document.getElementById("app"));

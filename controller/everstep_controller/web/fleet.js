@@ -122,21 +122,29 @@ const OLD_S = 120; // agents send gauges at least once a minute
 
 const measured = (value, unit) => (value === null ? "–" : `${Math.round(value)}${unit}`);
 
+// A power cap is usual under load; what the hardware or the heat slows down is not.
+const USUAL_REASON = "power_cap";
+
+const Reasons = ({ names }) =>
+  names.length
+    ? names.map((name) => html`<span key=${name} class=${name === USUAL_REASON ? "" : "unusual"}>${name.replace(/_/g, " ")}</span>`)
+    : "–";
+
 function Gauges({ gauges, suspects }) {
   const { receivedAt, gpus } = gauges;
   if (receivedAt === null || !gpus.length) return null;
   const isOld = Date.now() / 1000 - receivedAt > OLD_S;
   return html`<div class="scroll-x"><table class="plain gauges ${isOld ? "old" : ""}">
-    <thead><tr><th>#</th><th class="n">Temperature</th><th class="n">Power</th><th class="n">Use</th><th class="n">Memory used</th><th class="n">Clock</th><th class="n">ECC errors</th><th>Throttled by</th></tr></thead>
+    <thead><tr><th>#</th><th class="n">Temp.</th><th class="n">Power</th><th class="n">Use</th><th class="n">Memory</th><th class="n">MHz</th><th class="n">ECC</th><th>Throttled by</th></tr></thead>
     <tbody>${gpus.map((gpu) => html`<tr key=${gpu.uuid} class=${gpu.lost || suspects.has(gpu.uuid) ? "suspect" : ""}>
       <td>${gpu.index}${gpu.lost ? " lost" : ""}</td>
       <td class="n" title="Memory: ${measured(gpu.memoryTemperature, " °C")}">${measured(gpu.temperature, " °C")}</td>
       <td class="n" title="Limit: ${measured(gpu.powerLimit, " W")}">${measured(gpu.power, " W")}</td>
       <td class="n">${gpu.use === null ? "–" : measured(100 * gpu.use, " %")}</td>
-      <td class="n" title="Of ${bytes(gpu.memoryBytes)}">${gpu.memoryUsed === null ? "–" : bytes(gpu.memoryUsed)}</td>
-      <td class="n" title="Memory: ${measured(gpu.memoryClock, " MHz")}">${measured(gpu.clock, " MHz")}</td>
-      <td class="n" title="${number(gpu.corrected)} corrected, ${number(gpu.uncorrected)} uncorrected since the driver was loaded">${number(gpu.uncorrected)}${gpu.corrected ? html` <small>+ ${number(gpu.corrected)}</small>` : ""}</td>
-      <td>${gpu.throttledBy.join(", ").replace(/_/g, " ") || "–"}</td></tr>`)}</tbody></table></div>
+      <td class="n" title="In use, of ${bytes(gpu.memoryBytes)}">${gpu.memoryUsed === null ? "–" : bytes(gpu.memoryUsed)}</td>
+      <td class="n" title="Memory: ${measured(gpu.memoryClock, " MHz")}">${measured(gpu.clock, "")}</td>
+      <td class="n" title="${number(gpu.corrected)} corrected, ${number(gpu.uncorrected)} uncorrected errors since the driver was loaded">${number(gpu.uncorrected)}${gpu.corrected ? html` <small>+ ${number(gpu.corrected)}</small>` : ""}</td>
+      <td class="reasons"><${Reasons} names=${gpu.throttledBy} /></td></tr>`)}</tbody></table></div>
     <p class="dim">Measured <time>${clock(receivedAt)}</time>${isOld ? ": the agent has sent nothing newer." : "."}</p>`;
 }
 

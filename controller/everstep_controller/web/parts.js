@@ -105,8 +105,8 @@ export const TraceLink = ({ trace, children }) => html`<a href=${link("incident"
 
 // ---- pieces of pages
 
-export const Problem = ({ error }) =>
-  error && html`<p class="problem" role="alert"><b>${error.status ? "Refused" : "No connection"}.</b> ${error.message}</p>`;
+export const Problem = ({ error, children }) =>
+  error && html`<p class="problem" role="alert"><b>${error.status ? "Refused" : "No connection"}.</b> ${error.message}${children}</p>`;
 
 export const Facts = ({ rows }) => html`<dl class="facts">
   ${rows.filter(Boolean).map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}

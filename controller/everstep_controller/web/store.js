@@ -5,10 +5,12 @@ import { useEffect, useRef, useState } from "./vendor/htm-preact.js";
 import * as api from "./api.js";
 
 const EVENTS_KEPT = 2000;
+const EVENTS_AT_FIRST = 40; // the latest ones of the fleet, which a page shows at once
 const LARGE = 2000; // nodes of a fleet that is asked about less often
 const MOST_SINGLE_NODES = 16; // more changed nodes than this are asked for as one list
 
 export const fleet = {
+  session: 0, // counts tokens that were left, so that answers to an earlier one are dropped
   identity: null,
   status: null,
   statusAt: 0, // performance.now() of the answer
@@ -112,25 +114,41 @@ let stale = false; // all nodes are to be asked for again
 let mismatches = 0;
 
 export async function start() {
+  const { session } = fleet;
   fleet.error = null;
+  notify();
   try {
     const [identity, status] = await Promise.all([api.identity(), api.status()]);
+    if (session !== fleet.session) return;
     fleet.identity = identity;
     setStatus(status);
     notify();
+    loadLatestEvents(status.newestEvent);
     openStream();
     await loadNodes();
   } catch (error) {
-    fail(error);
+    if (session === fleet.session) fail(error);
   }
+}
+
+// The events before those that the stream brings. Nothing waits for them: the database may be unavailable.
+async function loadLatestEvents(through) {
+  const { session } = fleet;
+  const found = await api.events({ newest: true, limit: EVENTS_AT_FIRST }).catch(() => []);
+  if (session !== fleet.session) return;
+  const before = Math.min(through + 1, fleet.events[0]?.id ?? Infinity);
+  fleet.events = found.filter((one) => one.id < before).concat(fleet.events);
+  notify();
 }
 
 export function stop() {
   closeStream();
-  clearTimeout(statusTimer);
-  clearTimeout(nodesTimer);
+  for (const timer of [statusTimer, nodesTimer, retryTimer]) clearTimeout(timer);
+  nodesTimer = 0;
+  stale = false;
+  changed.clear();
   Object.assign(fleet, { identity: null, status: null, nodes: new Map(), total: 0, loaded: false, live: false });
-  fleet.events = [];
+  Object.assign(fleet, { session: fleet.session + 1, events: [], error: null });
   notify();
 }
 
@@ -164,11 +182,15 @@ function schedule(seconds) {
 }
 
 async function refreshStatus() {
+  const { session } = fleet;
   try {
-    setStatus(await api.status());
+    const status = await api.status();
+    if (session !== fleet.session) return;
+    setStatus(status);
     fleet.error = null;
     checkCounts();
   } catch (error) {
+    if (session !== fleet.session) return;
     fail(error);
     schedule(statusInterval());
   }
@@ -207,17 +229,19 @@ export function countsOf() {
 }
 
 async function loadNodes() {
+  const { session } = fleet;
   const found = new Map();
   const first = fleet.nodes.size === 0;
   await api.allNodes((nodes, total) => {
     for (const one of nodes) found.set(one.name, one);
-    if (first) {
+    if (first && session === fleet.session) {
       fleet.nodes = found;
       fleet.total = total;
       fleet.changes += 1;
       notify();
     }
   });
+  if (session !== fleet.session) return;
   fleet.nodes = found;
   fleet.total = found.size;
   fleet.loaded = true;
@@ -233,6 +257,7 @@ function scheduleNodes() {
 }
 
 async function refreshNodes() {
+  const { session } = fleet;
   const names = [...changed];
   const all = stale || names.length > Math.max(MOST_SINGLE_NODES, fleet.total / 100);
   changed.clear();
@@ -241,8 +266,9 @@ async function refreshNodes() {
     if (all) await loadNodes();
     else for (const name of names) await refreshNode(name);
   } catch (error) {
-    fail(error);
+    if (session === fleet.session) fail(error);
   }
+  if (session !== fleet.session) return;
   nodesTimer = 0;
   if (stale || changed.size) scheduleNodes();
 }
@@ -337,12 +363,14 @@ function hear(told) {
 }
 
 async function catchUp() {
+  const { session } = fleet;
   try {
-    const newest = newestKnown();
-    const found = (await api.events({ after: newest, limit: 500 })).filter((one) => one.id > newestKnown());
-    if (found.length) onEvents(found);
+    const found = await api.events({ after: newestKnown(), limit: 500 });
+    if (session !== fleet.session) return;
+    const fresh = found.filter((one) => one.id > newestKnown());
+    if (fresh.length) onEvents(fresh);
   } catch (error) {
-    fail(error);
+    if (session === fleet.session) fail(error);
   }
 }
 
