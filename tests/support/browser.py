@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,8 @@ from urllib.parse import urlencode
 import pytest
 
 CHROMIUM = Path("/usr/bin/chromium")
+AXE = Path(os.environ.get("EVERSTEP_AXE", "out/node_modules/axe-core/axe.min.js"))
+"""The accessibility checks of axe-core: `npm install --prefix out axe-core` fetches them."""
 ARGUMENTS = ["--no-sandbox", "--disable-gpu", "--renderer-process-limit=1"]
 """One renderer for all pages, since each costs half a second of CPU to start."""
 MOST_SHIFT = 0.02
@@ -34,6 +37,25 @@ def require_browser() -> Any:
     if not CHROMIUM.exists():
         pytest.skip(f"there is no {CHROMIUM}")
     return playwright
+
+
+def require_axe() -> str:
+    """The script of axe-core; skips the test where it is missing."""
+    if not AXE.exists():
+        pytest.skip(f"there is no {AXE}: run `npm install --prefix out axe-core`, or set EVERSTEP_AXE")
+    return AXE.read_text()
+
+
+AXE_RUN = """async () => {
+  const { violations } = await axe.run(document, { resultTypes: ["violations"] });
+  return violations.flatMap((rule) => rule.nodes.map((one) => `${rule.impact} ${rule.id}: ${one.target.join(" ")}`));
+}"""
+
+
+def axe_findings(page: Any, script: str) -> list[str]:
+    """What axe-core finds in the page as it is: impact, rule and element."""
+    page.evaluate(f"() => {{ {script} }}")
+    return list(page.evaluate(AXE_RUN))
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 import { html, render, useEffect, useMemo, useState } from "./vendor/htm-preact.js";
 import * as api from "./api.js";
-import { Chip, Problem } from "./parts.js";
+import { Chip, Problem, Wide } from "./parts.js";
 
 const SHOWN_CHARACTERS = 200_000; // of an answer: a browser lays out more only slowly
 
@@ -46,13 +46,13 @@ function Schema({ name, schemas }) {
   const fields = Object.entries(schema?.properties || {});
   return html`<details class="schema">
     <summary><code>${name}</code> <span class="dim">${docOf(schema?.description)}</span></summary>
-    <div class="scroll-x"><table class="plain">${fields.map(
+    <${Wide} label="Fields of ${name}"><table class="plain">${fields.map(
       ([field, one]) => html`<tr key=${field}>
         <td><code>${field}</code>${schema.required?.includes(field) ? " *" : ""}</td>
         <td>${typeOf(one)}</td>
         <td>${one.default !== undefined && html`<span class="dim">default</span> ${JSON.stringify(one.default)}`}</td>
       </tr>`
-    )}</table></div>
+    )}</table><//>
   </details>`;
 }
 
@@ -137,13 +137,13 @@ function Form({ operation, schemas }) {
       <textarea spellcheck="false" rows=${Math.min(body.split("\n").length + 1, 16)} value=${body} onInput=${(event) => setBody(event.target.value)}></textarea></label>`}
     ${[...namesIn([wanted, answer.schema], schemas)].map((name) => html`<${Schema} key=${name} name=${name} schemas=${schemas} />`)}
     <p class="dim">Answer: ${refOf(answer.schema) || media}. Refusals: ${Object.keys(operation.responses).filter((status) => status >= 400).join(", ") || "none"}.</p>
-    <pre class="stacks">${curlOf(request)}</pre>
+    <pre class="stacks" tabindex="0">${curlOf(request)}</pre>
     ${media === "text/event-stream"
       ? html`<p class="dim">A stream does not end: read it with curl.</p>`
       : html`<div class="actions"><button class="primary" disabled=${said?.waiting}>Send</button></div>`}
     <${Problem} error=${said?.error} />
     ${said?.status && html`<p class="answer-status"><${Chip} kind=${said.status < 400 ? "good" : "bad"}>${said.status}<//> <span class="dim">${said.media}</span></p>
-      <pre class="stacks">${said.text.slice(0, SHOWN_CHARACTERS)}${said.text.length > SHOWN_CHARACTERS ? "\n..." : ""}</pre>`}
+      <pre class="stacks" tabindex="0">${said.text.slice(0, SHOWN_CHARACTERS)}${said.text.length > SHOWN_CHARACTERS ? "\n..." : ""}</pre>`}
   </form>`;
 }
 

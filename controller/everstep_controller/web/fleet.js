@@ -5,7 +5,7 @@ import * as api from "./api.js";
 import { Grid } from "./grid.js";
 import {
   ago, bytes, Chip, clock, EventRows, Facts, Finding, JobLink, JobState, link, NODE_STATES, NodeState,
-  number, plural, Problem, ReasonDialog, seconds, Skeleton, StateMark, stateOf, Verdict, version,
+  number, plural, Problem, ReasonDialog, seconds, Skeleton, StateMark, stateOf, Verdict, version, Wide,
 } from "./parts.js";
 import { countsOf, touch, useFleet, usePolled } from "./store.js";
 
@@ -134,7 +134,7 @@ function Gauges({ gauges, suspects }) {
   const { receivedAt, gpus } = gauges;
   if (receivedAt === null || !gpus.length) return null;
   const isOld = Date.now() / 1000 - receivedAt > OLD_S;
-  return html`<div class="scroll-x"><table class="plain gauges ${isOld ? "old" : ""}">
+  return html`<${Wide} label="Gauges of the GPUs"><table class="plain gauges ${isOld ? "old" : ""}">
     <thead><tr><th>#</th><th class="n">Temp.</th><th class="n">Power</th><th class="n">Use</th><th class="n">Memory</th><th class="n">MHz</th><th class="n">ECC</th><th>Throttled by</th></tr></thead>
     <tbody>${gpus.map((gpu) => html`<tr key=${gpu.uuid} class=${gpu.lost || suspects.has(gpu.uuid) ? "suspect" : ""}>
       <td>${gpu.index}${gpu.lost ? " lost" : ""}</td>
@@ -144,7 +144,7 @@ function Gauges({ gauges, suspects }) {
       <td class="n" title="In use, of ${bytes(gpu.memoryBytes)}">${gpu.memoryUsed === null ? "–" : bytes(gpu.memoryUsed)}</td>
       <td class="n" title="Memory: ${measured(gpu.memoryClock, " MHz")}">${measured(gpu.clock, "")}</td>
       <td class="n" title="${number(gpu.corrected)} corrected, ${number(gpu.uncorrected)} uncorrected errors since the driver was loaded">${number(gpu.uncorrected)}${gpu.corrected ? html` <small>+ ${number(gpu.corrected)}</small>` : ""}</td>
-      <td class="reasons"><${Reasons} names=${gpu.throttledBy} /></td></tr>`)}</tbody></table></div>
+      <td class="reasons"><${Reasons} names=${gpu.throttledBy} /></td></tr>`)}</tbody></table><//>
     <p class="dim">Measured <time>${clock(receivedAt)}</time>${isOld ? ": the agent has sent nothing newer." : "."}</p>`;
 }
 
@@ -192,9 +192,9 @@ function NodePanel({ name, onClose }) {
       <h3>Findings <small>${node.findingList.length || "none"}</small></h3>
       ${node.findingList.map((one, index) => html`<${Finding} key=${index} one=${one} />`)}
       <h3>GPUs <small>${node.gpuList.length || "none"}</small></h3>
-      ${node.gpuList.length > 0 && html`<div class="scroll-x"><table class="plain"><thead><tr><th>#</th><th>Model</th><th class="n">Memory</th><th>Bus</th><th>Serial</th></tr></thead>
+      ${node.gpuList.length > 0 && html`<${Wide} label="GPUs"><table class="plain"><thead><tr><th>#</th><th>Model</th><th class="n">Memory</th><th>Bus</th><th>Serial</th></tr></thead>
         <tbody>${node.gpuList.map((gpu) => html`<tr key=${gpu.uuid} class=${suspects.has(gpu.uuid) ? "suspect" : ""} title=${gpu.uuid}>
-          <td>${gpu.index}${suspects.has(gpu.uuid) ? " !" : ""}</td><td>${gpu.name}</td><td class="n">${bytes(gpu.memoryBytes)}</td><td><code>${gpu.bus}</code></td><td>${gpu.serial || "–"}</td></tr>`)}</tbody></table></div>`}
+          <td>${gpu.index}${suspects.has(gpu.uuid) ? " !" : ""}</td><td>${gpu.name}</td><td class="n">${bytes(gpu.memoryBytes)}</td><td><code>${gpu.bus}</code></td><td>${gpu.serial || "–"}</td></tr>`)}</tbody></table><//>`}
       <${Gauges} gauges=${value.gauges} suspects=${suspects} />
       <h3>Verdicts <small>${node.verdicts.length || "none"}</small></h3>
       ${node.verdicts.map((one, index) => html`<${Verdict} key=${one.id} one=${one} open=${index === 0} />`)}
@@ -248,10 +248,11 @@ export function Fleet({ selected }) {
     () => nodes.filter((one) => one.state !== "healthy").sort((a, b) => stateOf(a.state).rank - stateOf(b.state).rank || b.since - a.since),
     [nodes]
   );
-  if (!fleet.status) return html`<div class="fleet"><${Skeleton} height="84" /><${Skeleton} height="480" /></div>`;
+  if (!fleet.status) return html`<div class="fleet"><h1 class="spoken">Fleet</h1><${Skeleton} height="84" /><${Skeleton} height="480" /></div>`;
   const jobs = fleet.status.jobs;
   return html`<div class="fleet ${selected ? "with-panel" : ""}">
     <div class="fleet-main">
+      <h1 class="spoken">Fleet</h1>
       <${Sentence} fleet=${fleet} onBreaker=${() => setResetting(true)} />
       <div class="toolbar">
         <div class="segments" role="group" aria-label="Group nodes by">

@@ -4,7 +4,7 @@ import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./v
 import * as api from "./api.js";
 import {
   bytes, Chip, clock, cssColour, EventRows, Figure, figure, JobLink, JobState, link, NodeLink, number, plural,
-  Problem, Section, seconds, Skeleton, ticks, TraceLink, useTheme, useWidth, version,
+  Problem, Section, seconds, Skeleton, ticks, TraceLink, useTheme, useWidth, version, Wide,
 } from "./parts.js";
 import { useFleet, usePolled } from "./store.js";
 
@@ -19,12 +19,12 @@ export function Jobs() {
   return html`<div class="page">
     <div class="page-head"><h1>Jobs</h1></div>
     <${Problem} error=${error} />
-    ${!value ? !error && html`<${Skeleton} height="200" />` : !value.length ? html`<p class="lead">No launcher has joined a job yet.</p>` : html`<div class="scroll-x"><table class="plain">
+    ${!value ? !error && html`<${Skeleton} height="200" />` : !value.length ? html`<p class="lead">No launcher has joined a job yet.</p>` : html`<${Wide} label="Jobs"><table class="plain">
       <thead><tr><th>Job</th><th>State</th><th class="n">Generation</th><th class="n">Ranks</th><th class="n">Spares</th><th class="n">Step</th><th class="n">Step time</th><th class="n">Loss</th><th>Committed</th><th>Reason</th></tr></thead>
       <tbody>${value.map((job) => html`<tr key=${job.name}><td><${JobLink} name=${job.name} /></td><td><${JobState} state=${job.state} /></td>
         <td class="n">${job.generation}</td><td class="n">${number(job.ranks)}</td><td class="n">${job.spares}</td><td class="n">${number(job.step)}</td>
         <td class="n">${seconds(job.stepS)}</td><td class="n">${figure(job.loss, 4)}</td><td>${version(job.committed)}</td><td>${job.reason}</td></tr>`)}</tbody>
-    </table></div>`}
+    </table><//>`}
   </div>`;
 }
 
@@ -281,7 +281,7 @@ export function Gantt({ recoveries, width }) {
   const scale = (width - left - 70) / most;
   const marks = ticks(most, width < 560 ? 3 : 8);
   const height = rows.length * ROW + 40;
-  return html`<svg width=${width} height=${height} viewBox="0 0 ${width} ${height}" role="img" aria-label="Phases of the last ${rows.length} recoveries">
+  return html`<svg width=${width} height=${height} viewBox="0 0 ${width} ${height}" role="group" aria-label="Phases of the last ${rows.length} recoveries">
     ${marks.map((at) => html`<g key=${at}><line class="axis" x1=${left + at * scale} x2=${left + at * scale} y1="4" y2=${height - 34} /><text x=${left + at * scale} y=${height - 20} text-anchor="middle">${seconds(at)}</text></g>`)}
     <text x=${left + (width - left - 70) / 2} y=${height - 4} text-anchor="middle">time since the decision</text>
     ${rows.map((one, index) => {
@@ -374,9 +374,9 @@ function Versions({ checkpoints }) {
   return html`<div>
     <p>${checkpoints.sentence}</p>
     ${checkpoints.lastError && html`<p class="reason warn">${checkpoints.lastError}</p>`}
-    <div class="scroll-x"><table class="plain"><thead><tr><th>Version</th><th>Where</th><th>Since</th><th class="n">Size</th><th></th></tr></thead>
+    <${Wide} label="Versions"><table class="plain"><thead><tr><th>Version</th><th>Where</th><th>Since</th><th class="n">Size</th><th>State</th></tr></thead>
     <tbody>${checkpoints.versions.slice(0, 12).map((one, index) => html`<tr key=${index} title=${one.sentence}><td>${version(one.version)}</td><td>${TIERS[one.tier]}</td><td><time>${clock(one.since)}</time></td>
-      <td class="n">${one.bytes ? bytes(one.bytes) : "–"}</td><td>${!one.complete ? html`<${Chip}>in progress<//>` : one.restorable ? html`<${Chip} kind="good">restorable<//>` : html`<${Chip} kind="bad">not restorable<//>`} ${one.verified && html`<${Chip} kind="note">verified<//>`}</td></tr>`)}</tbody></table></div>
+      <td class="n">${one.bytes ? bytes(one.bytes) : "–"}</td><td>${!one.complete ? html`<${Chip}>in progress<//>` : one.restorable ? html`<${Chip} kind="good">restorable<//>` : html`<${Chip} kind="bad">not restorable<//>`} ${one.verified && html`<${Chip} kind="note">verified<//>`}</td></tr>`)}</tbody></table><//>
   </div>`;
 }
 

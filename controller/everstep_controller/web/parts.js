@@ -121,6 +121,21 @@ export const Section = ({ title, note, children, id }) => html`<section class="b
   ${children}
 </section>`;
 
+// A table that scrolls sideways where it is too wide. It can be reached with the keyboard then.
+export function Wide({ label, children }) {
+  const box = useRef(null);
+  const [scrolls, setScrolls] = useState(false);
+  useLayoutEffect(() => {
+    const look = () => setScrolls(box.current.scrollWidth > box.current.clientWidth);
+    const observer = new ResizeObserver(look);
+    observer.observe(box.current);
+    observer.observe(box.current.firstElementChild);
+    return () => observer.disconnect();
+  }, []);
+  const reachable = scrolls && { tabindex: 0, role: "region", "aria-label": label };
+  return html`<div class="scroll-x" ref=${box} ...${reachable}>${children}</div>`;
+}
+
 export const Skeleton = ({ height = 120 }) => html`<div class="skeleton" style=${{ height: `${height}px` }} aria-hidden="true"></div>`;
 
 const SEVERITIES = { critical: "bad", warning: "warn", info: "note" };

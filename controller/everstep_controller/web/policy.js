@@ -2,7 +2,7 @@
 
 import { html, useMemo, useState } from "./vendor/htm-preact.js";
 import * as api from "./api.js";
-import { Chip, clock, Figure, link, number, plural, Problem, Section, seconds, Skeleton, Verdict } from "./parts.js";
+import { Chip, clock, Figure, link, number, plural, Problem, Section, seconds, Skeleton, Verdict, Wide } from "./parts.js";
 import { usePolled } from "./store.js";
 
 const SHIPPED = "Everstep's default";
@@ -136,16 +136,16 @@ export function Policy() {
     ${!policy || !budget ? !error && html`<${Skeleton} height="400" />` : html`
       <${Section} id="budget" title="Budget of evictions"><${Budget} value=${budget} /><//>
       <${Section} id="try" title="Try a change" note="decided again on what this controller recorded"><${Trial} policy=${policy} /><//>
-      <${Section} id="rules" title="Rules" note=${number(shown.rules.length)}><div class="scroll-x"><table class="plain policy-table">
+      <${Section} id="rules" title="Rules" note=${number(shown.rules.length)}><${Wide} label="Rules"><table class="plain policy-table">
         <thead><tr><th>Rule</th><th>Mode</th><th>Counts</th><th>Ladder</th><th>Where its numbers come from</th></tr></thead>
         <tbody>${shown.rules.map((one) => html`<tr key=${one.id} class=${policy.origins[one.id] ? "changed" : ""}>
           <td><code>${one.id}</code>${one.xids && html`<br /><small class="dim">XID ${one.xids.join(", ")}</small>`}</td>
           <td><${Chip} kind=${MODES[one.mode || "enforce"]}>${one.mode || "enforce"}<//></td>
           <td>${one.n_of_m ? `${one.n_of_m[0]} of ${one.n_of_m[1]}${one.window_s ? ` in ${seconds(one.window_s)}` : ""}` : "each"}</td>
           <td>${(one.ladder || ["drain", "repair"]).map((step) => step.replace(/_/g, " ")).join(" → ")}</td>
-          <td>${one.source}${policy.origins[one.id] && html`<br /><b>Changed by ${policy.origins[one.id]}</b>`}</td></tr>`)}</tbody></table></div><//>
-      <${Section} id="knobs" title="Settings of decisions" note=${number(shown.knobs.length)}><div class="scroll-x"><table class="plain policy-table">
+          <td>${one.source}${policy.origins[one.id] && html`<br /><b>Changed by ${policy.origins[one.id]}</b>`}</td></tr>`)}</tbody></table><//><//>
+      <${Section} id="knobs" title="Settings of decisions" note=${number(shown.knobs.length)}><${Wide} label="Settings of decisions"><table class="plain policy-table">
         <thead><tr><th>Setting</th><th class="n">Value</th><th>Where it comes from</th></tr></thead>
-        <tbody>${shown.knobs.map(([name, value]) => html`<tr key=${name} class=${policy.origins[name] ? "changed" : ""}><td><code>${name}</code></td><td class="n">${text(value)}</td><td>${policy.origins[name] || html`<span class="dim">${SHIPPED}</span>`}</td></tr>`)}</tbody></table></div><//>`}
+        <tbody>${shown.knobs.map(([name, value]) => html`<tr key=${name} class=${policy.origins[name] ? "changed" : ""}><td><code>${name}</code></td><td class="n">${text(value)}</td><td>${policy.origins[name] || html`<span class="dim">${SHIPPED}</span>`}</td></tr>`)}</tbody></table><//><//>`}
   </div>`;
 }
