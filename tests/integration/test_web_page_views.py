@@ -340,7 +340,7 @@ def test_finding_shows_rule_evidence_and_ladder(live: Live, browser: Any) -> Non
         one.check()
         with live.world.nodes["n3"].kernel_log.open("a") as log:
             log.write(XID_79)
-        finding = page.locator(".panel .finding", has_text="gpu.xid 79")
+        finding = page.locator(".panel .finding", has_text="gpu.xid 79").first
         finding.wait_for()
         assert "Source: " in finding.inner_text()
         page.locator(".panel .verdict").first.wait_for()
