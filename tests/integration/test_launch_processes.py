@@ -360,6 +360,54 @@ def test_plain_script_gets_torchrun_environment(short_path: Path) -> None:
         assert launcher.err.count("OMP_NUM_THREADS") == 1
 
 
+TORCHRUN_SCRIPT = """
+import os, pathlib, signal, sys
+import torch, torch.distributed as dist
+
+here = pathlib.Path(__file__).parent
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+snapshot = here / "snapshot.pt"
+done = torch.load(snapshot) if snapshot.exists() else 0
+(here / f"started-{os.environ['TORCHELASTIC_RESTART_COUNT']}-{rank}-{os.getpid()}-{done}").touch()
+total = torch.zeros(1)
+for step in range(done + 1, 41):
+    total.fill_(rank + 1)
+    dist.all_reduce(total)
+    assert total.item() == world * (world + 1) / 2
+    while step == 21 and not (here / "killed").exists():
+        signal.sigtimedwait((), 0.02)
+    if rank == 0:
+        torch.save(step, here / "new.pt")
+        os.replace(here / "new.pt", snapshot)
+(here / f"finished-{rank}").touch()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.promise("torchrun-script")
+def test_unmodified_torchrun_script_restarts_after_a_kill(short_path: Path) -> None:
+    """All ranks start again with a new restart count, and the script continues from its own checkpoint."""
+    (short_path / "plain.py").write_text(TORCHRUN_SCRIPT)
+
+    def started(restart: int) -> dict[int, tuple[int, int]]:
+        """Return the pid and the step found in the checkpoint, of each rank of a restart."""
+        found = [path.name.split("-") for path in short_path.glob(f"started-{restart}-*")]
+        return {int(rank): (int(pid), int(done)) for _, _, rank, pid, done in found}
+
+    argv = ["--nproc-per-node", "3", "--max-restarts", "1", "--state-dir", str(short_path / "state"), "plain.py"]
+    with launched(short_path, *argv) as launcher:
+        launcher.eventually(lambda: len(started(0)) == 3, "all ranks")
+        launcher.eventually((short_path / "snapshot.pt").exists, "a checkpoint")
+        os.kill(started(0)[1][0], signal.SIGKILL)
+        (short_path / "killed").touch()
+        launcher.eventually(lambda: len(started(1)) == 3, "all ranks again")
+        assert launcher.wait() == 0, launcher.err
+    assert len(list(short_path.glob("finished-*"))) == 3
+    assert {done > 0 for _, done in started(1).values()} == {True}
+    assert "ended with SIGKILL before the script called everstep.main; all ranks of this node start again" in launcher.err
+
+
 def test_launcher_shows_script_exception_and_exit_status(agent: FakeAgent, tmp_path: Path) -> None:
     package = tmp_path / "package"
     package.mkdir()

@@ -20,6 +20,7 @@ from everstep.log_lines import SafeFormatter
 from everstep.parent_process import die_with_parent
 from everstep.printable_text import escape_control
 from everstep.system_clock import SYSTEM_CLOCK
+from everstep_trainer.launch.init_process import continue_below_init
 from everstep_trainer.launch.interruption import EndingSignals
 from everstep_trainer.launch.launcher import LauncherOutcome, ended_by_signal, launch
 from everstep_trainer.launch.options import (
@@ -103,6 +104,7 @@ def everstep_launch(
 
 def main() -> None:
     """Run the command and end the process."""
+    continue_below_init()
     app(prog_name="everstep-launch", obj=os.getppid())
 
 

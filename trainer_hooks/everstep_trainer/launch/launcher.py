@@ -47,6 +47,7 @@ from everstep_trainer.launch.worker_pool import (
     GiveUp,
     PoolAction,
     PromoteWorker,
+    RestartScript,
     ScheduleStandby,
     ScriptEnded,
     StartWorker,
@@ -120,6 +121,12 @@ class RankGraceOver(msgspec.Struct, frozen=True):
     serial: int
 
 
+class ScriptGraceOver(msgspec.Struct, frozen=True):
+    """The time of a script's ranks to end before its restart ``number`` is over."""
+
+    number: int
+
+
 LauncherEvent = (
     ProcessEvent
     | Directive
@@ -130,6 +137,7 @@ LauncherEvent = (
     | EndRequested
     | GraceOver
     | RankGraceOver
+    | ScriptGraceOver
     | signal.Signals
 )
 """A signal is one that concerns ranks alone, such as a scheduler's notice of pre-emption."""
@@ -261,6 +269,7 @@ class Launcher:
             standbys=options.standbys,
             max_deaths=options.max_restarts,
             standby_delay_s=options.standby_delay_s,
+            max_script_restarts=options.max_script_restarts,
         )
         self._link = LauncherLink(agent_socket, options.job, self._make_joined, events.put_nowait)
         self._link_task: asyncio.Task[None] | None = None
@@ -279,6 +288,8 @@ class Launcher:
         self.ends_by = 0.0  # monotonic seconds
         self._giving_up: str | None = None
         self._store_deaths: deque[float] = deque(maxlen=MAX_STORE_DEATHS)
+        self._is_store_renewed = False  # the store host was killed to drop its keys
+        self._starts_after_store: list[StartWorker] = []
 
     async def run(self) -> LauncherOutcome:
         """Work until the job, or this node's part in it, is over."""
@@ -407,6 +418,8 @@ class Launcher:
                 if event.serial in self._pool.living_workers():
                     log.warning("a rank did not end within --grace-s %g; killing it", self._options.grace_s)
                     self._processes.signal([event.serial], signal.SIGKILL)
+            case ScriptGraceOver():
+                self._processes.signal(self._pool.workers_before(event.number), signal.SIGKILL)
             case StopJob():
                 self.is_paused = event.keeps_checkpoints
                 return self._stop(LauncherOutcome(0 if event.ok else 1, event.reason))
@@ -446,6 +459,11 @@ class Launcher:
 
     def _handle_store_death(self, event: Exited) -> LauncherOutcome | None:
         """Start another store host on the same listening socket; only a running rendezvous notices the lost keys."""
+        if self._is_store_renewed:
+            self._is_store_renewed = False
+            self._processes.start_store_host()
+            starts, self._starts_after_store = self._starts_after_store, []
+            return self._carry_out([*starts])
         now = self._clock.monotonic()
         self._store_deaths.append(now)
         if len(self._store_deaths) == MAX_STORE_DEATHS and now - self._store_deaths[0] < STORE_WINDOW_S:
@@ -553,9 +571,16 @@ class Launcher:
     def _execute(self, action: PoolAction) -> LauncherOutcome | None:
         several_nodes = self._options.max_nodes > 1
         match action:
+            case StartWorker() if self._is_store_renewed:
+                self._starts_after_store.append(action)
             case StartWorker():
-                nproc, agent_socket = self._spec.nproc_per_node, self._agent_socket
-                self._processes.start_worker(action.serial, action.local_rank, nproc=nproc, agent_socket=agent_socket)
+                self._processes.start_worker(
+                    action.serial,
+                    action.local_rank,
+                    nproc=self._spec.nproc_per_node,
+                    agent_socket=self._agent_socket,
+                    script_restarts=self._pool.script_restarts,
+                )
             case PromoteWorker():
                 self._processes.promote(action.serial, action.local_rank)
             case ScheduleStandby():
@@ -572,11 +597,21 @@ class Launcher:
                 log.error("%s; leaving the job", action.sentence)
                 wait_s = EXCLUSION_TIMEOUT_S if several_nodes else ERROR_PRINT_WAIT_S
                 self._schedule(wait_s, LauncherOutcome(1, action.sentence))
+            case RestartScript():
+                log.warning("%s", action.sentence)
+                self._processes.signal(action.serials, signal.SIGTERM)
+                self._renew_store()
+                self._schedule(self._options.grace_s, ScriptGraceOver(action.number))
             case ScriptEnded():
                 hint = " (in a multi-node job a script has no rank before it calls everstep.main)"
                 is_hinted = several_nodes and action.exit_status
                 return LauncherOutcome(action.exit_status, action.sentence + (hint if is_hinted else ""))
         return None
+
+    def _renew_store(self) -> None:
+        """Drop the store's keys with its host: env:// takes those of an earlier start of the script for its own."""
+        self._is_store_renewed = True
+        self._processes.signal([STORE_SERIAL], signal.SIGKILL)
 
     def _schedule(self, delay_s: float, event: LauncherEvent) -> None:
         asyncio.get_running_loop().call_later(delay_s, self._events.put_nowait, event)

@@ -78,7 +78,9 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
     standalone: bool = False
     """Run on one node, with a private controller and agent, even if the node has an agent."""
     max_restarts: int = 3
-    """Maximum failures of one local rank within 60 s that are replaced; after one more, this node leaves the job."""
+    """Maximum failures of one local rank within 60 s that are replaced; after one more, this node leaves the job. Of a
+    script that does not call ``everstep.main``: how often all ranks start again in the whole run, as under torchrun;
+    only if the flag is given, since such a script may overwrite what it saved."""
     rdzv_endpoint: str | None = None
     """``HOST:PORT`` of the first node, where launchers of several nodes meet if the nodes have no agents. The first
     node's launcher runs the job's controller there. The same on all nodes."""
@@ -221,6 +223,8 @@ class LaunchOptions(LaunchSettings, frozen=True, kw_only=True):
     cache_name: str = ""
     """Name of the folder on this node that keeps compiled code: the job's name, or the script's if the job's name was
     generated, so that the next run of the script finds the folder."""
+    max_script_restarts: int | None = None
+    """``max_restarts`` if it was given, and the job has one node."""
 
     @property
     def min_nodes(self) -> int:
@@ -375,6 +379,7 @@ def load_options(
         "agent_socket": os.path.abspath(agent_socket) if agent_socket else None,  # scripts may change their directory
         "spill_to": spill_to,
         "cache_name": settings.job or _stem(script),
+        "max_script_restarts": None if several else given.get("max_restarts"),
     }
     lasting = {"vault_linger_s": DEFAULT_LINGER_S} if settings.job else {}
     return LaunchOptions(script=script, arguments=tuple(arguments), **{**lasting, **given, **resolved}).validate()

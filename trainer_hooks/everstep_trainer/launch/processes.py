@@ -59,7 +59,13 @@ def fork_server_environment(options: LaunchOptions, environ: Mapping[str, str]) 
 
 
 def worker_environment(
-    options: LaunchOptions, *, agent_socket: str, nproc: int, local_rank: int | None, store: tuple[str, int]
+    options: LaunchOptions,
+    *,
+    agent_socket: str,
+    nproc: int,
+    local_rank: int | None,
+    store: tuple[str, int],
+    script_restarts: int = 0,
 ) -> dict[str, str | None]:
     """Return a new worker's variables; a standby's LOCAL_RANK is unset, whatever the launcher's own is.
 
@@ -90,7 +96,7 @@ def worker_environment(
         "NODE_RANK": "0",
         "MASTER_ADDR": store[0],
         "MASTER_PORT": str(store[1]),
-        "TORCHELASTIC_RESTART_COUNT": "0",
+        "TORCHELASTIC_RESTART_COUNT": str(script_restarts),
     }
 
 
@@ -271,11 +277,18 @@ class WorkerProcesses:
             raise ConfigurationError("--nproc-per-node gpu: no CUDA device is visible here; give a number, cpu or auto")
         return int(text)
 
-    def start_worker(self, serial: int, local_rank: int | None, *, nproc: int, agent_socket: str) -> None:
+    def start_worker(
+        self, serial: int, local_rank: int | None, *, nproc: int, agent_socket: str, script_restarts: int
+    ) -> None:
         """Fork a worker, or a standby if ``local_rank`` is None."""
         options = self._options
         environment = worker_environment(
-            options, agent_socket=agent_socket, nproc=nproc, local_rank=local_rank, store=self.address
+            options,
+            agent_socket=agent_socket,
+            nproc=nproc,
+            local_rank=local_rank,
+            store=self.address,
+            script_restarts=script_restarts,
         )
         arguments = {"script": options.script, "module": options.module, "arguments": list(options.arguments)}
         outputs = self._outputs.open(serial) if self._outputs is not None else ()

@@ -56,6 +56,14 @@ class GiveUp(msgspec.Struct, frozen=True):
     sentence: str
 
 
+class RestartScript(msgspec.Struct, frozen=True):
+    """A process of a script that has not called ``everstep.main`` failed: end all others, which then start again."""
+
+    serials: tuple[int, ...]
+    number: int
+    sentence: str
+
+
 class ScriptEnded(msgspec.Struct, frozen=True):
     """The script ended on a local rank, or on all with status 0, before any process reached ``everstep.main``."""
 
@@ -63,7 +71,9 @@ class ScriptEnded(msgspec.Struct, frozen=True):
     sentence: str
 
 
-PoolAction = StartWorker | ScheduleStandby | PromoteWorker | RankExited | AwaitJobEnd | GiveUp | ScriptEnded
+PoolAction = (
+    StartWorker | ScheduleStandby | PromoteWorker | RankExited | AwaitJobEnd | GiveUp | RestartScript | ScriptEnded
+)
 
 
 class PooledWorker(msgspec.Struct):
@@ -87,10 +97,21 @@ class WorkerPool:
         max_deaths: Deaths of one local rank within DEATH_WINDOW_S that are replaced; after one more the node gives up.
             Those that Everstep ordered do not count.
         standby_delay_s: From the start of a recovery to the next standby's fork, which would compete for the processor.
+        max_script_restarts: How often all local ranks start again after one failed before ``everstep.main``, as those
+            of a script for torchrun do. None: never, because the user did not ask for it.
     """
 
-    def __init__(self, nproc: int, *, standbys: int = 1, max_deaths: int = 3, standby_delay_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        nproc: int,
+        *,
+        standbys: int = 1,
+        max_deaths: int = 3,
+        standby_delay_s: float = 1.0,
+        max_script_restarts: int | None = None,
+    ) -> None:
         self._nproc = nproc
+        self._max_script_restarts = max_script_restarts
         self._standbys = standbys
         self._max_deaths = max_deaths
         self._standby_delay_s = standby_delay_s
@@ -102,6 +123,8 @@ class WorkerPool:
         self._standbys_due = 0
         self._early_standby_deaths = 0
         self._has_reached_main = False
+        self._is_script_ending = False
+        self.script_restarts = 0
         self.generation = 0
 
     # --- events -------------------------------------------------------------------------------------------------------
@@ -144,10 +167,12 @@ class WorkerPool:
         if worker.local_rank is None:
             self._early_standby_deaths += not worker.has_reached_main
             return self._refill_standbys()
+        if self._is_script_ending:
+            return self._start_script_again()
         if code == 0 and not worker.is_leaving:
             return self._finish(worker.local_rank, pid)
         if not self._has_reached_main:
-            return [_script_failed(worker.local_rank, code, signal)]
+            return self._handle_script_failure(worker.local_rank, pid, code, signal)
         is_ours = worker.is_ordered_dead or code == os.EX_TEMPFAIL  # it could not leave an ended generation
         return self._handle_death(worker.local_rank, pid, code, signal, now, counts=not is_ours)
 
@@ -198,6 +223,10 @@ class WorkerPool:
     def active_workers(self) -> dict[int, int]:
         """Return the serial numbers of living active workers, with their local ranks."""
         return {w.serial: w.local_rank for w in self._workers.values() if w.local_rank is not None}
+
+    def workers_before(self, script_restart: int) -> list[int]:
+        """Return the workers that have to end before this restart of the script; none if it has begun."""
+        return list(self.active_workers()) if self._is_script_ending and self.script_restarts == script_restart else []
 
     @property
     def is_finished(self) -> bool:
@@ -261,17 +290,39 @@ class WorkerPool:
         self._standbys_due += missing
         return [ScheduleStandby(self._standby_delay_s)] * missing
 
+    def _handle_script_failure(
+        self, local_rank: int, pid: int, code: int | None, signal: int | None
+    ) -> list[PoolAction]:
+        """Restart all ranks of a script that has not called ``everstep.main``, if a restart is left."""
+        sentence = (
+            f"local rank {local_rank} (pid {pid}) ended with {describe_exit(code, signal)} before the script called "
+            "everstep.main"
+        )
+        limit = self._max_script_restarts or 0
+        if self.script_restarts >= limit:
+            spent = f"; it was started again {limit} times (--max-restarts {limit})" if limit else ""
+            if self._max_script_restarts is None:
+                spent = "; --max-restarts N starts all ranks of such a script again, as torchrun does"
+            return [ScriptEnded(128 + signal if signal is not None else code or 1, sentence + spent)]
+        self.script_restarts += 1
+        self._is_script_ending = True
+        sentence += f"; all ranks of this node start again (restart {self.script_restarts} of {limit})"
+        restart = RestartScript(tuple(self.active_workers()), self.script_restarts, sentence)
+        return [restart, *self._start_script_again()]
+
+    def _start_script_again(self) -> list[PoolAction]:
+        """Start one worker per local rank, once the last of those before has ended."""
+        if self.active_workers():
+            return []
+        self._is_script_ending = False
+        self._finished.clear()
+        return self.start()
+
     def _finish(self, local_rank: int, pid: int) -> list[PoolAction]:
         self._finished[local_rank] = pid
         if self._has_reached_main:
             return [AwaitJobEnd(local_rank, pid)]
         return [ScriptEnded(0, "the script ended without calling everstep.main")] if self.is_finished else []
-
-
-def _script_failed(local_rank: int, code: int | None, signal: int | None) -> ScriptEnded:
-    how = f"with exit status {code}" if signal is None else f"by signal {signal}"
-    sentence = f"the process of local rank {local_rank} ended {how} before the script called everstep.main"
-    return ScriptEnded(128 + signal if signal is not None else code or 1, sentence)
 
 
 def describe_exit(code: int | None, number: int | None) -> str:

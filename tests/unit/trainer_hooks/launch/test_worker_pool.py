@@ -11,6 +11,7 @@ from everstep_trainer.launch.worker_pool import (
     GiveUp,
     PoolAction,
     PromoteWorker,
+    RestartScript,
     ScheduleStandby,
     ScriptEnded,
     StartWorker,
@@ -153,6 +154,52 @@ def test_script_killed_before_main_fails_with_shell_status() -> None:
     (failed,) = crew.handle_exit(1, 101, None, int(signal.SIGSEGV), 0.0)
     assert isinstance(failed, ScriptEnded)
     assert failed.exit_status == 128 + signal.SIGSEGV
+
+
+def test_plain_script_restarts_once_all_ranks_have_ended() -> None:
+    pool = WorkerPool(3, max_script_restarts=1)
+    pool.start()
+    pool.handle_exit(3, 103, 0, None, 0.0)  # finished before the failure: torchrun starts it again too
+    (restart,) = pool.handle_exit(2, 102, None, KILL, 0.0)
+    assert isinstance(restart, RestartScript)
+    assert restart.serials == (1,)
+    assert "local rank 1 (pid 102) ended with SIGKILL" in restart.sentence
+    assert "restart 1 of 1" in restart.sentence
+    assert pool.workers_before(1) == [1]
+    assert pool.handle_exit(1, 101, None, int(signal.SIGTERM), 0.0) == [
+        StartWorker(4, 0),
+        StartWorker(5, 1),
+        StartWorker(6, 2),
+    ]
+    assert pool.script_restarts == 1
+    assert pool.workers_before(1) == []
+
+
+def test_plain_script_of_one_rank_restarts_at_once() -> None:
+    pool = WorkerPool(1, max_script_restarts=3)
+    pool.start()
+    restart, again = pool.handle_exit(1, 101, 1, None, 0.0)
+    assert isinstance(restart, RestartScript)
+    assert again == StartWorker(2, 0)
+
+
+def test_plain_script_ends_when_its_restarts_are_spent() -> None:
+    pool = WorkerPool(1, max_script_restarts=1)
+    pool.start()
+    pool.handle_exit(1, 101, 1, None, 0.0)
+    (ended,) = pool.handle_exit(2, 102, 7, None, 0.0)
+    assert isinstance(ended, ScriptEnded)
+    assert ended.exit_status == 7
+    assert "it was started again 1 times (--max-restarts 1)" in ended.sentence
+
+
+def test_plain_script_is_not_restarted_unless_asked() -> None:
+    """A script that does not resume by itself would overwrite what it saved."""
+    pool = WorkerPool(2)
+    pool.start()
+    (ended,) = pool.handle_exit(1, 101, None, KILL, 0.0)
+    assert isinstance(ended, ScriptEnded)
+    assert "--max-restarts N starts all ranks of such a script again" in ended.sentence
 
 
 def test_kill_order_hits_only_members_of_its_generation() -> None:
