@@ -405,7 +405,9 @@ def test_unmodified_torchrun_script_restarts_after_a_kill(short_path: Path) -> N
         assert launcher.wait() == 0, launcher.err
     assert len(list(short_path.glob("finished-*"))) == 3
     assert {done > 0 for _, done in started(1).values()} == {True}
-    assert "ended with SIGKILL before the script called everstep.main; all ranks of this node start again" in launcher.err
+    assert (
+        "ended with SIGKILL before the script called everstep.main; all ranks of this node start again" in launcher.err
+    )
 
 
 def test_launcher_shows_script_exception_and_exit_status(agent: FakeAgent, tmp_path: Path) -> None:

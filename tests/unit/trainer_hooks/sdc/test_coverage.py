@@ -45,7 +45,7 @@ def lines_of(caplog: pytest.LogCaptureFixture, preset: str, setup: AuditSetup) -
 def test_line_names_links_that_are_off(caplog: pytest.LogCaptureFixture) -> None:
     norms = "audit gradient_norm is off: it needs 3 ranks, each with a replica of its own, under run.replicate or"
     (line,) = lines_of(caplog, "light", setup_of(world=2, model=Gpt()))
-    buffers = "audit gradient_buffer is off: it needs run.replicate"
+    buffers = "audit gradient_buffer is off: it needs run.replicate in exact mode"
     expected = f"all modules with parameters are checked; {norms} fully_shard; {buffers}; {OUTSIDE}. {SEE}"
     assert line == f"audits (light): {expected}"
 

@@ -93,7 +93,7 @@ class GradientBuffers(Audit, GradientReader):
 
     def gaps(self) -> Iterator[str]:
         if not self._is_on:
-            yield "audit gradient_buffer is off: it needs run.replicate"
+            yield "audit gradient_buffer is off: it needs run.replicate in exact mode"
         elif self.left_out:
             yield "audit gradient_buffer finds nothing to compare: not all gradients of a bucket arrive"
 

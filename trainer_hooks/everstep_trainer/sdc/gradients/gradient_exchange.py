@@ -52,13 +52,8 @@ class GradientTap:
     def __init__(self, objects: Iterable[object], world_size: int) -> None:
         self._open: list[GradientReader] = []
         self._undo: list[Callable[[], None]] = []
-        modules = [
-            module
-            for one in objects
-            for each in as_list(one)
-            if isinstance(each, nn.Module)
-            for module in each.modules()
-        ]
+        roots = [each for one in objects for each in as_list(one) if isinstance(each, nn.Module)]
+        modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
         self.replicas = [module for module in modules if isinstance(module, DistributedDataParallel)]
         self._is_ordered = bool(self.replicas) and all(_is_exchanged_in_order(one) for one in self.replicas)
         self._sharded = [

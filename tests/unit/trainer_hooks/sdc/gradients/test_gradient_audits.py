@@ -14,12 +14,14 @@ import pytest
 import torch
 from everstep_trainer.parallel.gradients import replicate
 from everstep_trainer.sdc.audit import AuditSetup, Mismatch
+from everstep_trainer.sdc.build import GRADIENT_AUDITS, build_chain
 from everstep_trainer.sdc.digests.digest import tensor_digest
 from everstep_trainer.sdc.gradients import gradient_norms
 from everstep_trainer.sdc.gradients.collectives import Collectives, row_digests, witnessed
 from everstep_trainer.sdc.gradients.gradient_buffers import MAX_EMPTY_AUDITS, GradientBuffers, _Arrived
 from everstep_trainer.sdc.gradients.gradient_exchange import GradientTap
 from everstep_trainer.sdc.gradients.gradient_norms import WARMUP_STEPS, GradientNorms, _Agreement, _SuspectedStep
+from everstep_trainer.sdc.presets import link_options
 from torch import nn
 
 from bench.sdc.judging import Outcome, Statement, judge_all
@@ -433,6 +435,19 @@ def honest_gradients(rank: int, world: int, program: str) -> list[str]:
 )
 def test_honest_program_is_not_accused(kept_ranks, program):
     assert kept_ranks.call(3, honest_gradients, program) == [[], [], []]
+
+
+def tracked_inside(rank: int, world: int) -> list[str]:
+    """Return the gaps of the audits of gradients, of a script that tracks the model and not its wrapper."""
+    model = nn.Linear(16, 4)
+    wrapper = replicate(model, exact=True, equal_already=True)
+    setup = msgspec.structs.replace(setup_of(print, rank, world), objects={"model": model}, replicated=(wrapper,))
+    chain = build_chain(link_options("standard", is_sharded=False), setup, 1, lambda step: None)
+    return [gap for audit in chain._audits if isinstance(audit, GRADIENT_AUDITS) for gap in audit.gaps()]
+
+
+def test_model_tracked_without_its_wrapper_is_covered(kept_ranks):
+    assert kept_ranks.call(3, tracked_inside) == [[], [], []]
 
 
 def unfrozen_layer(rank: int, world: int) -> tuple[list[Mismatch], str]:
