@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from everstep.chaos.targets import JOB_VARIABLE
 from everstep.clock import Clock
 from everstep.errors import ConfigurationError
 from everstep.system_clock import SYSTEM_CLOCK
@@ -19,7 +20,12 @@ from everstep_trainer.config import HookSettings
 from everstep_trainer.parallel.replicas import RankContext
 from everstep_trainer.run import Run
 from everstep_trainer.runtime.abort import make_backend
-from everstep_trainer.runtime.assignment import current_assignment, wait_for_local_rank
+from everstep_trainer.runtime.assignment import (
+    current_assignment,
+    leave_environment,
+    started_by_rank,
+    wait_for_local_rank,
+)
 from everstep_trainer.runtime.generation_session import TrainingSession
 from everstep_trainer.runtime.process_group import device_for
 from everstep_trainer.runtime.worker import TrainingFunction, Worker
@@ -32,10 +38,11 @@ def main(train: TrainingFunction, *, settings: HookSettings | None = None, clock
 
     * Under ``everstep-launch`` ``train`` is called once in each generation; ``main`` returns when the job ended well.
     * If a process group exists already (Ray's, or the script's own), it is used and left as it was.
+    * In a program that a rank starts, such as an evaluation, there is one rank and no process group.
     * Under plain torchrun (RANK and WORLD_SIZE are set) the process group comes from the environment.
     * Otherwise there is one rank and no process group.
 
-    In the last three cases nothing is tracked, and exceptions of ``train`` pass through.
+    In the last four cases nothing is tracked, and exceptions of ``train`` pass through.
 
     Example::
 
@@ -71,11 +78,12 @@ def main(train: TrainingFunction, *, settings: HookSettings | None = None, clock
     elif dist.is_available() and dist.is_initialized():
         nccl = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
         _run_in_group(train, torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu"))
+    elif (rank := started_by_rank()) is not None:
+        _run_below_rank(train, rank)
     elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _run_under_torchrun(train, settings)
     else:
-        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-        train(Run(RankContext(device=device), TrainingSession()))
+        _run_alone(train, 0)
 
 
 def _check(train: TrainingFunction) -> None:
@@ -86,6 +94,23 @@ def _check(train: TrainingFunction) -> None:
         )
     if inspect.iscoroutinefunction(train) or inspect.isgeneratorfunction(train):
         raise ConfigurationError("the training function is a coroutine or a generator: make it an ordinary function")
+
+
+def _run_alone(train: TrainingFunction, cuda_device: int) -> None:
+    device = torch.device("cuda", cuda_device) if torch.cuda.is_available() else torch.device("cpu")
+    train(Run(RankContext(device=device), TrainingSession()))
+
+
+def _run_below_rank(train: TrainingFunction, rank: str) -> None:
+    """Run the training function of a program that a rank started, on the rank's device."""
+    log.warning(
+        "rank %s of job %s started this program: it runs alone, as under plain python, and nothing is tracked",
+        rank,
+        os.environ.get(JOB_VARIABLE),
+    )
+    cuda_device = int(os.environ.get("LOCAL_RANK", "0"))
+    leave_environment()
+    _run_alone(train, cuda_device)
 
 
 def _run_under_torchrun(train: TrainingFunction, settings: HookSettings) -> None:

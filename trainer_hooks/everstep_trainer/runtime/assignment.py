@@ -28,6 +28,10 @@ STARTED_AT_VARIABLE = "EVERSTEP_WORKER_STARTED_AT"
 START_FROM_VARIABLE = "EVERSTEP_START_FROM"
 LOCAL_RANK_VARIABLE = "LOCAL_RANK"
 ALLOW_BIT_FLIPS_VARIABLE = "EVERSTEP_ALLOW_BIT_FLIPS"
+RANK_PID_VARIABLE = "EVERSTEP_RANK_PID"
+"""The pid of a rank that takes part in a generation, by which programs that it starts know that they are none."""
+_OWN_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
+"""Variables by which env:// would join the rank's own rendezvous, and wait there for the other ranks."""
 STANDBY_POLL_S = 1.0
 
 
@@ -107,6 +111,40 @@ def _wait_for_promotion(control: ControlChannel[Promote]) -> int:
     os.environ[LOCAL_RANK_VARIABLE] = str(promote.local_rank)
     set_process_name(f"everstep-rank{promote.local_rank}")
     return promote.local_rank
+
+
+def enter_environment(spec: GenerationSpec, member: Member) -> None:
+    """Set this process's variables for a generation.
+
+    Programs that it starts inherit them, but for the address of the rendezvous: a child program that calls
+    ``init_process_group`` then fails at once, instead of waiting for the other ranks.
+    """
+    os.environ.update(torchrun_environment(spec, member) | {RANK_PID_VARIABLE: str(os.getpid())})
+    for name in _OWN_RENDEZVOUS:
+        os.unsetenv(name)  # os.environ keeps it, for the code of this process
+
+
+def started_by_rank() -> str | None:
+    """Return the number of the rank that started this program, or the one above it; None if no rank did.
+
+    A launcher in between, such as torchrun, gives the program a place in another run.
+    """
+    pid = os.environ.get(RANK_PID_VARIABLE, "")
+    is_same_run = os.environ.get("TORCHELASTIC_RUN_ID") == os.environ.get(JOB_VARIABLE)
+    return os.environ.get("RANK") if pid not in ("", str(os.getpid())) and is_same_run else None
+
+
+def leave_environment() -> None:
+    """Remove the variables of the rank that started this program, which would make libraries wait for its peers."""
+    for name in (*_TORCHRUN_VARIABLES, RANK_PID_VARIABLE):
+        os.environ.pop(name, None)
+
+
+_TORCHRUN_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK"),
+    *("ROLE_NAME", "ROLE_RANK", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_USE_AGENT_STORE"),
+)
 
 
 def torchrun_environment(spec: GenerationSpec, member: Member) -> dict[str, str]:

@@ -31,7 +31,8 @@ from everstep_trainer.parallel.replicas import RankContext
 from everstep_trainer.run import Run, call_generation_hooks
 from everstep_trainer.runtime import interrupt
 from everstep_trainer.runtime.abort import make_backend
-from everstep_trainer.runtime.assignment import WorkerAssignment, torchrun_environment
+from everstep_trainer.runtime.assignment import WorkerAssignment, enter_environment
+from everstep_trainer.runtime.cached_groups import cached_groups, script_modules
 from everstep_trainer.runtime.directives import DirectiveListener, GenerationMembership, ReceivedDirectives
 from everstep_trainer.runtime.generation_session import GenerationSession, PhaseTimeline
 from everstep_trainer.runtime.interrupt import Interrupter, Regroup
@@ -41,6 +42,7 @@ from everstep_trainer.runtime.progress import StepProgress
 from everstep_trainer.runtime.regroup_record import RecoveryTally
 from everstep_trainer.runtime.shown_errors import claim_error, launcher_shares_stderr, show
 from everstep_trainer.sdc import injected_flip
+from everstep_trainer.state.tensors import list_names
 
 # ---- error attribution: a lost peer shows as an error of the training function
 
@@ -155,6 +157,7 @@ logger = logging.getLogger(__name__)
 
 TrainingFunction = Callable[[Run], None]
 _ReportKind = type[RankFinished | CollectiveFailed | UserError]
+MAX_SHOWN_NAMES = 3
 REPLACEMENT_WAIT_S = 0.5  # until a process that replaces another learns of its generation; a spare may wait for hours
 
 
@@ -207,6 +210,7 @@ class Worker:
         folder = cache_folder(os.environ)
         self._imports = None if folder is None else ImportRecorder(folder, assignment.local_rank)
         self._unattributed = UnattributedFailures(settings.max_unattributed_failures)
+        self._generations_entered = 0
 
     def run(self, train: TrainingFunction) -> None:
         """Take part in generation after generation until the job is stopped; return if it ended well. ``sys.exit()`` in
@@ -292,7 +296,7 @@ class Worker:
             return False
         finally:
             self._timeline.end("rendezvous")
-        os.environ.update(torchrun_environment(spec, member))
+        enter_environment(spec, member)
         reset_thread_state()
         return True
 
@@ -319,6 +323,9 @@ class Worker:
         self._membership.enter()
         run = Run(self._make_rank_context(group), session)
         call_generation_hooks()
+        self._generations_entered += 1
+        if self._generations_entered == 2:
+            self._warn_of_cached_groups(spec)
         failure = self._interrupter.run(partial(train, run))
         if os.getpid() != self._pid:
             _end_child(failure)
@@ -335,6 +342,17 @@ class Worker:
         self._listener.on_versions = None
         session.close()
         return failure
+
+    def _warn_of_cached_groups(self, spec: GenerationSpec) -> None:
+        """Name what the script still holds of the groups of its first generation, once on this node."""
+        if not (names := cached_groups(script_modules())):
+            return
+        warning = (
+            f"{list_names(names, MAX_SHOWN_NAMES)} holds a process group of an earlier generation, which has ended. "
+            "Make groups and meshes inside the training function, which is called again in each generation"
+        )
+        if claim_error(warning, f"{spec.secret}/{spec.number}"):
+            logger.warning("%s", warning, extra=self._extra(spec))
 
     def _handle_wait_error(self, error: BaseException) -> None:
         if isinstance(error, Regroup) or is_communication_error(error):

@@ -1,12 +1,22 @@
 from __future__ import annotations
 
 import os
+import subprocess
+from collections.abc import Iterator
 
 import pytest
-from everstep_trainer.runtime.assignment import current_assignment, torchrun_environment, wait_for_local_rank
+from everstep_trainer.runtime.assignment import (
+    RANK_PID_VARIABLE,
+    current_assignment,
+    enter_environment,
+    leave_environment,
+    started_by_rank,
+    torchrun_environment,
+    wait_for_local_rank,
+)
 
 from everstep.vocabulary import GenerationReason
-from everstep.wire.v1.training import GenerationSpec, JobSpec, RestoreRule
+from everstep.wire.v1.training import GenerationSpec, JobSpec, Member, RestoreRule
 
 
 def generation(*members: tuple[str, int], number: int = 3) -> GenerationSpec:
@@ -49,6 +59,51 @@ def test_generation_sets_the_torchrun_environment() -> None:
         "TORCHELASTIC_RESTART_COUNT": "2",
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """The variables of a rank of run7, which are gone after the test."""
+    before = dict(os.environ)
+    os.environ["EVERSTEP_JOB"] = "run7"
+    spec = generation(("n1", 0), ("n1", 1))
+    enter_environment(spec, spec.roster[1])
+    yield monkeypatch
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def child_environment() -> dict[str, str]:
+    listed = subprocess.run(["env", "-0"], capture_output=True, text=True, check=True).stdout
+    return dict(line.split("=", 1) for line in listed.split("\0") if line)
+
+
+def test_child_programs_do_not_get_the_rendezvous(environment: pytest.MonkeyPatch) -> None:
+    """They keep the rank, by which loaders' workers divide their data, but cannot wait for the other ranks."""
+    child = child_environment()
+    assert (child["RANK"], child["WORLD_SIZE"], child["LOCAL_RANK"]) == ("1", "2", "1")
+    assert not child.keys() & {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"}
+    assert os.environ["MASTER_PORT"] == "4711"
+
+
+def test_child_of_a_rank_knows_and_forgets_its_place(environment: pytest.MonkeyPatch) -> None:
+    assert started_by_rank() is None
+    environment.setenv(RANK_PID_VARIABLE, "1")
+    assert started_by_rank() == "1"
+    leave_environment()
+    assert started_by_rank() is None
+    assert not os.environ.keys() & torchrun_environment(*_first_member()).keys()
+
+
+def test_child_under_its_own_torchrun_keeps_its_place(environment: pytest.MonkeyPatch) -> None:
+    environment.setenv(RANK_PID_VARIABLE, "1")
+    environment.setenv("TORCHELASTIC_RUN_ID", "another")
+    assert started_by_rank() is None
+
+
+def _first_member() -> tuple[GenerationSpec, Member]:
+    spec = generation(("n1", 0))
+    return spec, spec.roster[0]
 
 
 def test_process_outside_the_launcher_has_no_assignment() -> None:
