@@ -195,3 +195,43 @@ def test_nodes_on_different_addresses_share_a_secret_file(nodes: TwoNodes, names
         assert second.wait() == 0, second.err
     assert "job two finished at step 60: 1 recovery" in first.err
     assert secret.read_text() not in first.err + second.err
+
+
+TORCHRUN_SCRIPT = """
+import os, pathlib, time
+import torch, torch.distributed as dist
+
+FOLDER = pathlib.Path(__file__).parent
+dist.init_process_group("gloo")
+rank, snapshot = dist.get_rank(), FOLDER / "snapshot.pt"
+done = torch.load(snapshot) if snapshot.exists() else 0
+for step in range(done + 1, 41):
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    assert total.item() == dist.get_world_size()
+    with (FOLDER / "steps").open("a") as file:
+        file.write(f"{rank} {os.environ['TORCHELASTIC_RESTART_COUNT']} {step} {os.getpid()}\\n")
+    if rank == 0:
+        torch.save(step, FOLDER / "new.pt")
+        os.replace(FOLDER / "new.pt", snapshot)
+    while step == 20 and not (FOLDER / "go-20").exists():
+        time.sleep(0.02)
+    time.sleep(0.02)
+dist.destroy_process_group()
+"""
+
+
+def test_torchrun_script_survives_a_lost_node(nodes: TwoNodes) -> None:
+    """The scripts of the node that is left start again, alone, from their own checkpoint."""
+    (nodes.folder / "train.py").write_text(TORCHRUN_SCRIPT)
+    flags = ("--torchrun-script", "--max-restarts", "2", "--nnodes", "1:2", "--join-wait-s", "60")
+    with nodes.launch_first(*flags) as first, nodes.launch(1, *flags) as second:
+        pids = [nodes.pid_at(second, rank, step=20) for rank in (0, 1)]
+        assert sum(pid in second.descendants() for pid in pids) == 1
+        below = second.descendants()
+        second.process.kill()
+        second.eventually(lambda: not any(map(is_running, below)), "the end of the second node's processes")
+        nodes.go(20)
+        assert first.wait() == 0, first.err
+    assert {rank for rank, restarts, _, _ in nodes.rows() if restarts} == {0}
+    assert [step for _, restarts, step, _ in nodes.rows() if restarts][-1] == 40

@@ -21,6 +21,7 @@ from everstep_trainer.parallel.replicas import RankContext
 from everstep_trainer.run import Run
 from everstep_trainer.runtime.abort import make_backend
 from everstep_trainer.runtime.assignment import (
+    TORCHRUN_SCRIPT_VARIABLE,
     current_assignment,
     leave_environment,
     started_by_rank,
@@ -91,6 +92,11 @@ def _check(train: TrainingFunction) -> None:
         raise ConfigurationError(
             "a process spawned by multiprocessing (such as a data loader's worker) imports the script and would train "
             "too: call everstep.main under `if __name__ == '__main__':`"
+        )
+    if os.environ.get(TORCHRUN_SCRIPT_VARIABLE):
+        raise ConfigurationError(
+            "this script calls everstep.main: omit --torchrun-script of everstep-launch, which is for scripts that do "
+            "not"
         )
     if inspect.iscoroutinefunction(train) or inspect.isgeneratorfunction(train):
         raise ConfigurationError("the training function is a coroutine or a generator: make it an ordinary function")

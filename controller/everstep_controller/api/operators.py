@@ -12,7 +12,7 @@ import msgspec
 from fastapi import Request
 
 from everstep.bearer_tokens import Identity
-from everstep.errors import Conflict, MalformedMessage, Unavailable
+from everstep.errors import Conflict, MalformedMessage, NotFound, Unavailable
 from everstep.vocabulary import Decision, Verdict
 from everstep.wire.v1 import enrolment as wire
 from everstep.wire.v1 import operator as op
@@ -244,6 +244,11 @@ class OperatorRoutes:
 
     async def receipt(self, request: Request, _who: Identity) -> JobReceipt:
         job, query = request.path_params["job"], responses.parse_query(request.scope)
+        if self.context.job(job).spec.restarts_script:
+            raise NotFound(
+                f"job {job} has no receipt: it runs a script for torchrun, which continues from its own checkpoint, so "
+                "Everstep does not know what a loss cost"
+            )
         until = float(query.get("until", self.context.now()))
         names = RestartModel.__struct_fields__
         model = RestartModel(**{name: float(query[name]) for name in names if name in query})

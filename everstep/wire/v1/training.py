@@ -68,6 +68,8 @@ class JobSpec(Request, frozen=True, kw_only=True):
         priority: The job with the higher number gets a contested node.
         parity_group_size: Members of a parity group (0: no parity). Besides the copies, a clean version is kept by
             groups of at most this many nodes, with two more for P and Q, which survive the loss of any two.
+        restarts_script: Ranks only start a script anew in each generation. It continues from its own checkpoint, so
+            Everstep does not know what a loss costs.
     """
 
     job: JobId
@@ -87,6 +89,7 @@ class JobSpec(Request, frozen=True, kw_only=True):
     priority: Annotated[int, msgspec.Meta(ge=-1000, le=1000)] = 0
     spill: SpillPlan | None = None
     parity_group_size: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    restarts_script: bool = False
 
     @property
     def pinned_slots(self) -> int:

@@ -28,6 +28,12 @@ def test_function_running_nothing_when_called_is_refused(train):
         everstep.main(train)
 
 
+def test_script_under_the_torchrun_flag_is_refused(monkeypatch):
+    monkeypatch.setenv("EVERSTEP_TORCHRUN_SCRIPT", "1")
+    with pytest.raises(ConfigurationError, match="omit --torchrun-script"):
+        everstep.main(fails)
+
+
 def test_spawned_child_importing_the_script_does_not_train(monkeypatch):
     monkeypatch.setattr(multiprocessing.current_process(), "_inheriting", True, raising=False)
     with pytest.raises(ConfigurationError, match="if __name__ == '__main__':"):

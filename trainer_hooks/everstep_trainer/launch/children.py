@@ -87,6 +87,12 @@ def run_script(descriptors: tuple[int, ...], *, script: str, module: bool, argum
             stream.reconfigure(line_buffering=True)
     keep_freed_memory()
     raise_oom_score()
+    execute_script(script, module=module, arguments=arguments)
+
+
+def execute_script(script: str, *, module: bool, arguments: list[str]) -> None:
+    """Run ``script`` as ``__main__`` with ``sys.argv``. Raises SystemExit with its status, if that is not 0."""
+    local_rank = os.environ.get(LOCAL_RANK_VARIABLE)
     sys.argv = [script, *arguments]
     try:
         if module:

@@ -19,6 +19,7 @@ import msgspec
 
 from everstep.clock import Clock
 from everstep.errors import ConfigurationError
+from everstep.receipts.text import format_count
 from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob
 from everstep.wire.v1.local import RankExited
 from everstep.wire.v1.training import EarlierRun, JobSpec, LauncherJoined, LauncherLeaving
@@ -209,14 +210,19 @@ async def launch(
             signals.deliver_to(None)
             until, detail = launcher.signalled_at or clock.wall(), outcome.sentence
             exit_status = None if launcher.was_interrupted else outcome.exit_status
-            if fleet is not None:
+            if options.torchrun_script:
+                log.info("the script of job %s: %s", options.job, launcher.describe_restarts())
+            elif fleet is not None:
                 await report_fleet_run(fleet, options.job)
             elif launcher.was_interrupted:
                 outcome = await _conclude_interruption(outcome, launcher, private, options, clock)
             return outcome
         finally:
             try:
-                await report_run(private, options.job, state_dir, exit_status=exit_status, sentence=detail, now=until)
+                if not options.torchrun_script:
+                    await report_run(
+                        private, options.job, state_dir, exit_status=exit_status, sentence=detail, now=until
+                    )
             finally:
                 await launcher.leave(detail, at_once=len(signals.received) > 1)
             if network is not None and private.has_controller:  # the other nodes must know of the end before it goes
@@ -267,14 +273,15 @@ class Launcher:
         self._pool = WorkerPool(
             spec.nproc_per_node,
             standbys=options.standbys,
-            max_deaths=options.max_restarts,
+            max_deaths=(options.max_script_restarts or 0) if options.torchrun_script else options.max_restarts,
             standby_delay_s=options.standby_delay_s,
-            max_script_restarts=options.max_script_restarts,
+            max_script_restarts=options.max_script_restarts if options.max_nodes == 1 else None,
         )
         self._link = LauncherLink(agent_socket, options.job, self._make_joined, events.put_nowait)
         self._link_task: asyncio.Task[None] | None = None
         self._incarnation = int(clock.wall() * 1000)
         self._global_ranks: dict[int, int] = {}
+        self._generations_seen = 0
         self._joins = 0
         self._preloaded = False
         self._early_losses_left = 0  # failures at the start are the environment's, and do not pass
@@ -298,6 +305,11 @@ class Launcher:
             outcome = self._handle(await self._events.get())
             if outcome is not None:
                 return outcome
+
+    def describe_restarts(self) -> str:
+        """Return how often a script for torchrun has started again, in words."""
+        count = max(0, self._generations_seen - 1)
+        return f"it started again {format_count(count, 'time')}" if count else "it did not start again"
 
     async def leave(self, detail: str, *, at_once: bool = False) -> None:
         """Send SIGTERM to all workers and say goodbye; those left after the grace time, or ``at_once``, are killed."""
@@ -508,6 +520,7 @@ class Launcher:
         if self._fleet is not None and self._link.welcome is not None:
             self._fleet.update(self._link.welcome, spec)
         if spec.number > self._pool.generation:
+            self._generations_seen += 1
             context = {"job": spec.job, "generation": spec.number, "trace": spec.trace, "node": self._link.node}
             log.info("generation %d, %d ranks: %s", spec.number, spec.world_size, spec.sentence, extra=context)
         if self._giving_up is not None and not self._global_ranks:
@@ -603,7 +616,7 @@ class Launcher:
                 self._renew_store()
                 self._schedule(self._options.grace_s, ScriptGraceOver(action.number))
             case ScriptEnded():
-                hint = " (in a multi-node job a script has no rank before it calls everstep.main)"
+                hint = " (in a job of several nodes, a script that does not call everstep.main needs --torchrun-script)"
                 is_hinted = several_nodes and action.exit_status
                 return LauncherOutcome(action.exit_status, action.sentence + (hint if is_hinted else ""))
         return None

@@ -81,6 +81,9 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum failures of one local rank within 60 s that are replaced; after one more, this node leaves the job. Of a
     script that does not call ``everstep.main``: how often all ranks start again in the whole run, as under torchrun;
     only if the flag is given, since such a script may overwrite what it saved."""
+    torchrun_script: bool = False
+    """The script does not call ``everstep.main``. Each loss of a rank or node ends all its processes and starts them
+    again, from the script's own checkpoint. On one node without an agent this flag is not needed."""
     rdzv_endpoint: str | None = None
     """``HOST:PORT`` of the first node, where launchers of several nodes meet if the nodes have no agents. The first
     node's launcher runs the job's controller there. The same on all nodes."""
@@ -224,7 +227,7 @@ class LaunchOptions(LaunchSettings, frozen=True, kw_only=True):
     """Name of the folder on this node that keeps compiled code: the job's name, or the script's if the job's name was
     generated, so that the next run of the script finds the folder."""
     max_script_restarts: int | None = None
-    """``max_restarts`` if it was given, and the job has one node."""
+    """``max_restarts`` if it was given."""
 
     @property
     def min_nodes(self) -> int:
@@ -344,11 +347,12 @@ class LaunchOptions(LaunchSettings, frozen=True, kw_only=True):
             sdc_mode=self.sdc_mode or ("enforce" if self.sdc else "report"),
             hang_threshold_s=self.hang_threshold_s,
             work_limit_s=self.work_limit_s,
-            max_user_retries=self.user_retries,
+            max_user_retries=(self.max_script_restarts or 0) if self.torchrun_script else self.user_retries,
             block_nodes=self.block_nodes,
             block_within=self.block_within,
             priority=self.priority,
             parity_group_size=self.parity_group_size,
+            restarts_script=self.torchrun_script,
             spill=None
             if self.spill_to is None
             else SpillPlan(every_steps=self.spill_every, url=self.spill_to, keep_last=self.spill_keep),
@@ -379,7 +383,7 @@ def load_options(
         "agent_socket": os.path.abspath(agent_socket) if agent_socket else None,  # scripts may change their directory
         "spill_to": spill_to,
         "cache_name": settings.job or _stem(script),
-        "max_script_restarts": None if several else given.get("max_restarts"),
+        "max_script_restarts": given.get("max_restarts"),
     }
     lasting = {"vault_linger_s": DEFAULT_LINGER_S} if settings.job else {}
     return LaunchOptions(script=script, arguments=tuple(arguments), **{**lasting, **given, **resolved}).validate()

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from signal import Signals
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -207,6 +207,7 @@ class _Pump:
 
 
 STORE_SERIAL = 0
+TORCHRUN_SCRIPT_MODULE = "everstep_trainer.launch.torchrun_script"
 COUNT_SERIAL = -1
 
 
@@ -290,7 +291,7 @@ class WorkerProcesses:
             store=self.address,
             script_restarts=script_restarts,
         )
-        arguments = {"script": options.script, "module": options.module, "arguments": list(options.arguments)}
+        arguments = self._make_arguments()
         outputs = self._outputs.open(serial) if self._outputs is not None else ()
         ours, theirs = make_socket_pair()
         with theirs:
@@ -300,6 +301,20 @@ class WorkerProcesses:
             os.close(descriptor)
         self._controls[serial] = ControlChannel(ours, ReachedMain)
         asyncio.get_running_loop().add_reader(ours.fileno(), self._listen, serial)
+
+    def _make_arguments(self) -> dict[str, Any]:
+        """Return the arguments of ``children.run_script``."""
+        options = self._options
+        script: dict[str, Any] = {"script": options.script, "module": options.module}
+        if not options.torchrun_script:
+            return script | {"arguments": list(options.arguments)}
+        command = script | {
+            "arguments": list(options.arguments),
+            "address": self.address[0],
+            "grace_s": options.grace_s,
+            "max_restarts": options.max_script_restarts or 0,
+        }
+        return {"script": TORCHRUN_SCRIPT_MODULE, "module": True, "arguments": [msgspec.json.encode(command).decode()]}
 
     def promote(self, serial: int, local_rank: int) -> None:
         """Give a standby its local rank. If it has just died, its exit event follows."""

@@ -30,6 +30,8 @@ LOCAL_RANK_VARIABLE = "LOCAL_RANK"
 ALLOW_BIT_FLIPS_VARIABLE = "EVERSTEP_ALLOW_BIT_FLIPS"
 RANK_PID_VARIABLE = "EVERSTEP_RANK_PID"
 """The pid of a rank that takes part in a generation, by which programs that it starts know that they are none."""
+TORCHRUN_SCRIPT_VARIABLE = "EVERSTEP_TORCHRUN_SCRIPT"
+"""Set for a script that the launcher was told not to call ``everstep.main``."""
 _OWN_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE")
 """Variables by which env:// would join the rank's own rendezvous, and wait there for the other ranks."""
 STANDBY_POLL_S = 1.0

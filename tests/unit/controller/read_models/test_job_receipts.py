@@ -23,8 +23,8 @@ from everstep.vocabulary import Action, Decision, GenerationReason, JobState, Ve
 from everstep.wire.v1.operator import GenerationRecovery, JobDetail, JobSummary, ProgressSample
 from everstep.wire.v1.receipts import JobReceipt
 from everstep.wire.v1.training import FindingRaised, JobSpec, RankFinished, RankLost, RankProgress
-from tests.support.controllers import VIEWER, InProcess, get
-from tests.support.spoken import FELL_OFF, resume, running_job
+from tests.support.controllers import VIEWER, InProcess, get, joined
+from tests.support.spoken import FELL_OFF, fleet, resume, running_job
 
 
 def recovery(generation: int, decided_at: float, duration_s: float | None, **more: Any) -> GenerationRecovery:
@@ -223,6 +223,15 @@ def test_receipt_of_a_finished_job_ends_with_it(client: TestClient) -> None:
     first, second = (get(client, "/v1/jobs/j/receipt", JobReceipt) for _ in range(2))
     assert (first.result, first.steps, first.recovery_count) == ("finished", 60, 1)
     assert first == second
+
+
+def test_job_that_restarts_its_script_has_no_receipt(client: TestClient) -> None:
+    """Only the script knows from where it continues, so what a loss cost is not known."""
+    (speaker,) = fleet(client, "n1")
+    speaker.report(joined("j", 1.0, restarts_script=True))
+    answer = client.get("/v1/jobs/j/receipt", headers=VIEWER)
+    assert answer.status_code == 404
+    assert "continues from its own checkpoint" in answer.text
 
 
 @pytest.mark.parametrize("query", ["checkpoint_interval_s=0", "restart_s=-1", "until=x", "other=1"])
