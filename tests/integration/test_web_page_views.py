@@ -312,6 +312,14 @@ def test_job_view_marks_a_regroup_as_it_happens(live: Live, browser: Any) -> Non
         page.locator("#checkpoints .answer").wait_for()
 
 
+ADVICE_NOW = """async () => {
+  const headers = { Authorization: `Bearer ${sessionStorage.getItem("everstep.token")}` };
+  const { needs = [] } = await (await fetch("/v1/status", { headers })).json();
+  return needs.map((one) => one.advice);
+}"""
+"""What needs a person, as the controller lists it."""
+
+
 def test_incident_is_shown_and_downloaded(live: Live, browser: Any, tmp_path: Path) -> None:
     if not live.was_struck:
         live.kill_rank()
@@ -321,6 +329,10 @@ def test_incident_is_shown_and_downloaded(live: Live, browser: Any, tmp_path: Pa
         row.click()
         page.locator("#timeline svg").wait_for()
         page.locator("#trail li", has_text="resumed").wait_for()
+        card = page.locator(".card").inner_text()
+        assert re.search(r"n1 \(rank [01]\), .*job gpt", card)
+        assert re.search(r"What was done\s.*resumed from .*What to do\s", card, re.DOTALL)
+        assert all(advice in card for advice in page.evaluate(ADVICE_NOW) or ["Nothing: no person is needed."])
         with page.expect_download() as download:
             page.get_by_role("button", name="Download as HTML").click()
         kept = tmp_path / "incident.html"
@@ -329,6 +341,7 @@ def test_incident_is_shown_and_downloaded(live: Live, browser: Any, tmp_path: Pa
         page = one.open(kept.as_uri())
         page.locator("svg").first.wait_for()
         assert "rank" in page.locator("#trail").inner_text()
+        assert "What to do" in page.locator(".card").inner_text()
         assert page.locator("script, a, button, link").count() == 0
         assert page.evaluate("getComputedStyle(document.querySelector('.trail')).borderLeftStyle") == "solid"
 
@@ -345,6 +358,14 @@ def test_finding_shows_rule_evidence_and_ladder(live: Live, browser: Any) -> Non
         assert "Source: " in finding.inner_text()
         page.locator(".panel .verdict").first.wait_for()
         page.locator(".panel .ladder .now").wait_for()
+        page.locator(".panel .verdict").first.get_by_role("link").click()
+        card = page.locator(".card")
+        card.get_by_text("everstep node show n3").wait_for()
+        card.get_by_text("n3 waits for a person: its next step is manual: reboot node").wait_for()
+        text = card.inner_text()
+        assert "n3 (GPU 0)" in text
+        assert "evicted" in text
+        assert "no person is needed" not in text
         one.forget_shifts()  # what is new stands above what is old
 
 

@@ -261,6 +261,7 @@ export const status = () =>
       command: one.command || "",
       node: one.node || "",
       job: one.job || "",
+      finding: one.finding || "",
     })),
     needCount: body.need_count || 0,
   }));

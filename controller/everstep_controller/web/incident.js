@@ -2,9 +2,10 @@
 
 import { html, useMemo, useRef, useState } from "./vendor/htm-preact.js";
 import * as api from "./api.js";
+import { IncidentCard } from "./incident_card.js";
 import { Gantt, PhaseKeys, phaseColour, PHASES } from "./job.js";
 import {
-  Chip, classOf, clock, Facts, Finding, JobLink, link, NodeLink, plural, Problem, Section, seconds, Skeleton, useWidth,
+  Chip, classOf, clock, Facts, Finding, link, plural, Problem, Section, seconds, Skeleton, useWidth,
 } from "./parts.js";
 import { usePolled } from "./store.js";
 
@@ -81,13 +82,13 @@ const KNEE_S = 0.05;
 const warp = (value) => Math.log10(1 + Math.max(0, value) / KNEE_S);
 const MARKS = [0, 0.01, 0.03, 0.1, 0.2, 0.3, 0.5, 1, 3, 10, 30, 60, 180, 600, 1800, 3600, 10800, 43200, 86400, 259200, 604800];
 
-export function modelOf(events, verdicts, recoveries) {
+export function modelOf({ events, verdicts, recoveries, ...now }) {
   const start = Math.min(...events.map(seenAt));
   const rows = events
     .map((one) => ({ ...one, seen: seenAt(one), verdict: verdicts.get(one.detail.verdict) || null }))
     .sort((a, b) => a.seen - b.seen || a.id - b.id);
   const ends = rows.map((one) => one.at).concat(recoveries.map((one) => one.decidedAt + (one.durationS || 0)));
-  return { start, end: Math.max(...ends), rows, recoveries };
+  return { start, end: Math.max(...ends), rows, recoveries, nodeNames: namesIn(events, "node"), jobNames: namesIn(events, "job"), ...now };
 }
 
 function Timeline({ model, width }) {
@@ -172,22 +173,32 @@ function Step({ one, start }) {
   </li>`;
 }
 
+const namesIn = (events, kind) => [...new Set(events.map((one) => one[kind]).filter(Boolean))];
+
+const MOST_ASKED = 4; // nodes and jobs whose present state is asked for
+
 async function ask(trace) {
   const events = await api.events({ trace, limit: 500 });
   const ids = [...new Set(events.map((one) => one.detail.verdict).filter(Boolean))].slice(0, 40);
-  const jobs = [...new Set(events.map((one) => one.job).filter(Boolean))].slice(0, 4);
   const none = (error) => {
     if (error.status !== 404) throw error;
     return null;
   };
-  const [verdicts, details] = await Promise.all([
-    Promise.all(ids.map((id) => api.verdict(id).catch(none))),
-    Promise.all(jobs.map((name) => api.job(name).catch(none))),
+  const all = async (names, get) => (await Promise.all(names.map((name) => get(name).catch(none)))).filter(Boolean);
+  const [verdicts, jobs, nodes, status] = await Promise.all([
+    all(ids, api.verdict),
+    all(namesIn(events, "job").slice(0, MOST_ASKED), api.job),
+    all(namesIn(events, "node").slice(0, MOST_ASKED), api.node),
+    api.status().catch(() => null),
   ]);
   return {
     events,
-    verdicts: new Map(verdicts.filter(Boolean).map((one) => [one.id, one])),
-    recoveries: details.filter(Boolean).flatMap((job) => job.recoveries).filter((one) => one.trace === trace),
+    verdicts: new Map(verdicts.map((one) => [one.id, one])),
+    recoveries: jobs.flatMap((job) => job.recoveries).filter((one) => one.trace === trace),
+    jobs,
+    nodes: new Map(nodes.map((one) => [one.name, one])),
+    status,
+    askedAt: Date.now() / 1000,
   };
 }
 
@@ -214,26 +225,25 @@ ${title.outerHTML}<style>${style}</style></head>
 }
 
 export function Incident({ trace }) {
-  const { value, error } = usePolled(() => ask(trace), 60, ["incident", trace], (event) => event.trace === trace);
+  const about = useRef({ nodeNames: [], jobNames: [] });
+  const concerns = (event) => event.trace === trace || about.current.nodeNames.includes(event.node) || about.current.jobNames.includes(event.job);
+  const { value, error } = usePolled(() => ask(trace), 60, ["incident", trace], concerns);
   const [box, width] = useWidth();
   const article = useRef(null);
-  const model = useMemo(() => (value && value.events.length ? modelOf(value.events, value.verdicts, value.recoveries) : null), [value]);
-  const first = model?.rows[0];
+  const model = useMemo(() => (value && value.events.length ? modelOf(value) : null), [value]);
+  about.current = model || about.current;
   const resumed = model?.rows.findLast((one) => one.kind === "resumed");
   const decided = model?.rows.find((one) => /^(verdict|generation$|operator|rank\.hung)/.test(one.kind));
-  const nodes = [...new Set(model?.rows.map((one) => one.node).filter(Boolean))];
-  const jobs = [...new Set(model?.rows.map((one) => one.job).filter(Boolean))];
   return html`<div class="page"><article ref=${article}>
     <div class="page-head"><h1>Incident <code>${trace}</code></h1>${model && html`<span class="actions"><button onClick=${() => download(article.current, trace)}>Download as HTML</button></span>`}</div>
-    <p class="lead">${first ? first.sentence : value ? "No event has this trace." : "\u00a0"}</p>
     <${Problem} error=${error} />
+    ${value && !model && html`<p class="lead">No event has this trace.</p>`}
     ${!model && !value && !error && html`<${Skeleton} height="300" />`}
+    ${model && html`<${IncidentCard} model=${model} trace=${trace} />`}
     ${model && html`<${Facts} rows=${[
       ["First signal", clock(model.start, true)],
       decided && ["Decided after", seconds(Math.max(0, decided.at - model.start))],
       resumed && ["All ranks step after", seconds(resumed.at - model.start)],
-      nodes.length > 0 && ["Nodes", html`${nodes.slice(0, 4).map((name, index) => html`${index ? ", " : ""}<${NodeLink} name=${name} />`)}${nodes.length > 4 && ` and ${nodes.length - 4} more`}`],
-      jobs.length > 0 && ["Job", html`<${JobLink} name=${jobs[0]} />`],
       ["Events", model.rows.length],
     ]} />`}
     ${model && html`<${Section} id="timeline" title="Timeline"><div class="drawing"><div ref=${box}>${width > 0 && html`<${Timeline} model=${model} width=${width} />`}</div></div><//>`}
