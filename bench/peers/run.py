@@ -115,6 +115,20 @@ def torchrun(victim: int, where: str) -> list[Recovered]:
         return [_restarted(folder)]
 
 
+def everstep_launch(victim: int, where: str, *flags: str) -> list[Recovered]:
+    """One kill of the same script under ``everstep-launch``, in this environment, which has the same torch."""
+    with tempfile.TemporaryDirectory(prefix="ev-") as name:
+        folder = Path(name)
+        command = [sys.executable, "-m", "everstep_trainer.launch", "--nproc-per-node", str(WORLD)]
+        command += ["--max-restarts", "3", "--state-dir", str(folder / "state"), *flags]
+        command += ["-m", "bench.peers.torchrun_train"]
+        environment = _environment(folder, f"{victim}:{FAULT_STEP}:{where}:KILL")
+        processes = [_start(command, environment, folder / "everstep-launch.log")]
+        with _ended(processes):
+            _wait(processes)
+        return [_restarted(folder)]
+
+
 def _restarted(folder: Path) -> Recovered:
     """Under torchrun nobody survives: the recovery ends when all four new processes have finished a step."""
     logs = read(folder)

@@ -320,6 +320,26 @@ def test_fork_server_is_replaced_from_its_zygote(agent: FakeAgent, script: Path)
     launcher.eventually(lambda: not any(map(is_running, below)), "the end of all")
 
 
+def test_fork_server_killed_in_its_first_imports_is_replaced(agent: FakeAgent, script: Path) -> None:
+    (script.parent / "slow_import.py").write_text(IMPORTED)
+    held = script.parent / "held"
+    held.touch()
+    with start(agent, script, "--preload", "slow_import", PYTHONPATH=f"{ROOT}:{script.parent}") as launcher:
+        launcher.eventually(lambda: any(script.parent.glob("imports-*")), "the imports")
+        (imports,) = script.parent.glob("imports-*")
+        os.kill(int(imports.name.rpartition("-")[2]), signal.SIGKILL)
+        held.unlink()
+        assert all(is_running(holder(launcher, script.parent, n)) for n in range(2))
+
+
+def test_fork_server_that_cannot_import_ends_the_launcher(agent: FakeAgent, script: Path) -> None:
+    (script.parent / "broken_import.py").write_text("raise RuntimeError('no such device')")
+    with start(agent, script, "--preload", "broken_import", PYTHONPATH=f"{ROOT}:{script.parent}") as launcher:
+        assert launcher.wait() == 1
+        assert "no such device" in launcher.err
+        assert "the fork server ended before it was ready" in launcher.err
+
+
 def test_output_goes_to_files_and_tee_shows_the_rank(agent: FakeAgent, script: Path) -> None:
     script.write_text(HOOKED + "print('hello from', local_rank)\n")
     with start(agent, script, "--log-dir", str(script.parent / "logs"), "--tee", "3", "--standbys", "0") as launcher:

@@ -69,8 +69,7 @@ job is over."""
 ERROR_PRINT_WAIT_S = 0.5
 """Seconds from a StopJob for a failure, which ranks receive too, to SIGTERM: time to print the reason."""
 MAX_EARLY_FORK_SERVER_DEATHS = 3
-"""Fork servers in a row that may end before they are ready, once one has been ready: a node under memory pressure kills
-again."""
+"""Fork servers in a row that may end before they are ready: a node under memory pressure kills again."""
 MAX_STORE_DEATHS = 5
 STORE_WINDOW_S = 60.0
 
@@ -284,7 +283,8 @@ class Launcher:
         self._generations_seen = 0
         self._joins = 0
         self._preloaded = False
-        self._early_losses_left = 0  # failures at the start are the environment's, and do not pass
+        self._early_losses_left = MAX_EARLY_FORK_SERVER_DEATHS
+        self._was_preloaded = False
         self._stopping: LauncherOutcome | None = None
         self._ending: LauncherOutcome | None = None  # set by the first signal
         self._ranks_were_cut = False  # after it, a rank did not end with status 0
@@ -406,7 +406,8 @@ class Launcher:
             case EndRequested():
                 return self._begin_ending(event.number)
             case ForkServerReady():
-                self._preloaded, self._early_losses_left = True, MAX_EARLY_FORK_SERVER_DEATHS
+                self._preloaded = self._was_preloaded = True
+                self._early_losses_left = MAX_EARLY_FORK_SERVER_DEATHS
             case Forked():
                 self._pool.handle_forked(event.serial, event.pid)
             case Exited():
@@ -496,16 +497,24 @@ class Launcher:
     def _handle_fork_server_loss(self) -> LauncherOutcome | None:
         """Start anew with another fork server after one died with all its children."""
         if not self._preloaded:
-            if self._early_losses_left == 0:
+            # An error at the first start is the environment's, and does not pass; a kill for want of memory may.
+            may_pass = self._was_preloaded or self._processes.was_fork_server_killed()
+            if self._early_losses_left == 0 or not may_pass:
                 return LauncherOutcome(1, "the fork server ended before it was ready; see its output above")
             self._early_losses_left -= 1
         if self._stopping is not None:
             return self._stopping
         log.error("the fork server died together with all ranks of this node; restarting")
         self._preloaded = False
+        self._is_store_renewed = False  # the new store is empty; workers that waited for it were never forked
+        self._starts_after_store.clear()
         self._processes.start()
         for serial, pid in self._pool.living_workers().items():
-            outcome = self._handle_exit(Exited(serial=serial, pid=pid, code=None, signal=signal.SIGKILL))
+            if pid:
+                outcome = self._handle_exit(Exited(serial=serial, pid=pid, code=None, signal=signal.SIGKILL))
+            else:
+                self._processes.close_control(serial)
+                outcome = self._carry_out(self._pool.handle_never_forked(serial))
             if outcome is not None:
                 return outcome
         return None

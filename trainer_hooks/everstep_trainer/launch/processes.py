@@ -255,6 +255,10 @@ class WorkerProcesses:
         self._forks.start()
         self.start_store_host()
 
+    def was_fork_server_killed(self) -> bool:
+        """Return whether a signal ended the lost fork server, rather than an error of its own."""
+        return self._forks.was_killed()
+
     def start_store_host(self) -> None:
         """Fork the process that serves the store."""
         host, port = self.address

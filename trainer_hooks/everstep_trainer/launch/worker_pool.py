@@ -176,6 +176,11 @@ class WorkerPool:
         is_ours = worker.is_ordered_dead or code == os.EX_TEMPFAIL  # it could not leave an ended generation
         return self._handle_death(worker.local_rank, pid, code, signal, now, counts=not is_ours)
 
+    def handle_never_forked(self, serial: int) -> list[PoolAction]:
+        """Start a worker again whose fork server ended before it forked the worker: nothing of the script has run."""
+        worker = self._workers.pop(serial)
+        return [self._new_worker(worker.local_rank)]
+
     def handle_kill_order(self, local_rank: int, generation: int, *, has_grace: bool = False) -> int | None:
         """Return the worker that was ``local_rank`` in ``generation``; None if it was replaced since, or is dead.
 

@@ -202,6 +202,13 @@ def test_plain_script_is_not_restarted_unless_asked() -> None:
     assert "--max-restarts N starts all ranks of such a script again" in ended.sentence
 
 
+def test_worker_that_was_never_forked_starts_again() -> None:
+    pool = WorkerPool(2)
+    pool.start()
+    assert pool.handle_never_forked(2) == [StartWorker(3, 1)]
+    assert pool.active_workers() == {1: 0, 3: 1}
+
+
 def test_kill_order_hits_only_members_of_its_generation() -> None:
     crew = staffed()
     assert crew.handle_kill_order(1, generation=1) == 2

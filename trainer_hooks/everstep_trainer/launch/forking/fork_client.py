@@ -41,6 +41,8 @@ async def wait_for_exit(process: subprocess.Popen[bytes]) -> int:
 
 log = logging.getLogger(__name__)
 
+REAP_WAIT_S = 0.5
+"""Longest time from a process's end-of-file until the kernel gives its status."""
 END_WAIT_S = 5.0
 """Longest time for the fork server to kill its children and exit; it needs milliseconds."""
 
@@ -125,6 +127,15 @@ class ForkServerLink:
     def signal(self, serial: int, number: signal.Signals) -> None:
         """Send a signal to a child; a dead child is ignored."""
         self._send(Signal(serial=serial, number=int(number)))
+
+    def was_killed(self) -> bool:
+        """Return whether a signal ended the lost server: it was killed, and did not fail by itself."""
+        if self._zygote is None:
+            return False
+        try:
+            return self._zygote.wait(REAP_WAIT_S) < 0
+        except subprocess.TimeoutExpired:  # only the server that it forked is gone, which has nothing to import
+            return True
 
     async def end(self) -> None:
         """End the server and all its children; return when it is gone."""
