@@ -202,7 +202,7 @@ async def launch(
         launcher = Launcher(options, clock, spec, agent_socket, processes, events, labels, fleet, earlier)
         exit_status, detail, until = None, "interrupted", clock.wall()
         try:
-            interval_s = options.progress_interval_s if options.progress else None
+            interval_s = options.progress_interval_s if options.progress and not options.torchrun_script else None
             signals.deliver_to(lambda number: events.put_nowait(EndRequested(number)))
             async with showing_progress(fleet or private, options.job, clock, interval_s, environ):
                 outcome = await launcher.run()

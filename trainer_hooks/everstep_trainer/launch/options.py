@@ -318,6 +318,11 @@ class LaunchOptions(LaunchSettings, frozen=True, kw_only=True):
             yield f"--spill-to: {problem}"
         if self.fresh and self.spill_to is None:
             yield "--fresh has no meaning without --spill-to: a job without checkpoints on storage always starts anew"
+        if self.torchrun_script and (self.spill_to is not None or self.sdc or self.start_from is not None):
+            yield (
+                "--torchrun-script: Everstep keeps and checks no state of such a script, so --spill-to, --start-from "
+                "and --sdc have no meaning; omit them"
+            )
         if not 1 <= self.block_nodes <= high:
             yield f"--block-nodes {self.block_nodes}: must be at least 1, and at most the maximum of --nnodes"
         if not -1000 <= self.priority <= 1000:
@@ -343,7 +348,7 @@ class LaunchOptions(LaunchSettings, frozen=True, kw_only=True):
             join_wait_s=self.join_wait_s,
             replicas=self.replicas,
             digest_interval=self.digest_interval,
-            sdc=self.sdc or DEFAULT_SDC,
+            sdc="off" if self.torchrun_script else self.sdc or DEFAULT_SDC,
             sdc_mode=self.sdc_mode or ("enforce" if self.sdc else "report"),
             hang_threshold_s=self.hang_threshold_s,
             work_limit_s=self.work_limit_s,

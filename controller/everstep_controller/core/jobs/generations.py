@@ -67,7 +67,8 @@ def regroup(transition: Transition, job: JobRecord, cause: RegroupCause) -> None
     if len(seats) < job.min_seats:
         _pause(transition, job, cause, seats)
         return
-    boundary = boundary_step(transition, job, live) if cause.at_boundary else None
+    waits = cause.at_boundary and not job.spec.restarts_script  # a script for torchrun has no boundaries
+    boundary = boundary_step(transition, job, live) if waits else None
     reconsider_spill(transition, job)
     reconsider_protection(transition, job)
     spec = _make_spec(transition, job, cause, seats, boundary)

@@ -57,6 +57,18 @@ def test_launchers_without_agents_meet_at_the_endpoint(script: str) -> None:
     assert launch_settings([*flags, "--job=j", script], {}).vault_linger_s == 600
 
 
+@pytest.mark.parametrize("flag", ["--spill-to=/tmp", "--start-from=/tmp/a.pt", "--sdc=light"])
+def test_torchrun_script_refuses_flags_about_its_state(script: str, flag: str) -> None:
+    with pytest.raises(ConfigurationError, match="keeps and checks no state"):
+        launch_settings(["--torchrun-script", flag, script], {})
+
+
+def test_torchrun_script_restarts_only_if_asked(script: str) -> None:
+    spec = launch_settings(["--torchrun-script", script], {}).job_spec(2)
+    assert (spec.restarts_script, spec.max_user_retries, spec.sdc) == (True, 0, "off")
+    assert launch_settings(["--torchrun-script", "--max-restarts=2", script], {}).job_spec(2).max_user_retries == 2
+
+
 def test_endpoint_without_effect_says_why(script: str) -> None:
     flags = ["--rdzv-endpoint=localhost:0", script]
     alone, with_agent = launch_settings(flags, {}), launch_settings(["--agent-socket=/a.sock", *flags], {})

@@ -48,6 +48,15 @@ def test_resize_waits_for_boundary() -> None:
     assert (spec.after_step or 0) > 5
 
 
+def test_restarted_script_leaves_a_drained_node_at_once() -> None:
+    """Its ranks make one step alone, so a boundary would never be reached."""
+    fleet = CoreFleet()
+    fleet.start(4, restarts_script=True)
+    fleet.progress(1)
+    fleet.order(OperatorAction.DRAIN, node="n3")
+    assert (fleet.spec().after_step, fleet.spec().seats) == (None, STAYS)
+
+
 def test_boundary_lies_ahead_when_step_time_is_unknown() -> None:
     fleet = CoreFleet()
     fleet.start(4)
