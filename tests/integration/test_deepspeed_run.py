@@ -78,6 +78,7 @@ class ThreeNodes:
         argv = ["--nnodes", "2:3", "--rdzv-endpoint", self._endpoint, "--job", "three"]
         argv += ["--node-rank", str(node), "--join-wait-s", "60"]
         argv += ["--state-dir", str(self.folder / "state"), "--replicas", "2", "--hang-threshold-s", "60"]
+        argv += ["--segment-dir", str(self.folder / "memory")]  # in /dev/shm a killed node would leave its own
         argv += ["--preload", "deepspeed", "-m", "tests.support.deepspeed_training", str(self.folder), str(STEPS)]
         return stack.enter_context(launched(directory, *argv, **environment(self._config)))
 

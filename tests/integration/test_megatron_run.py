@@ -77,6 +77,7 @@ def launch_node(stack: ExitStack, folder: Path, node: int, endpoint: str) -> Lau
     argv = ["--nnodes", "2:3", "--rdzv-endpoint", endpoint, "--job", "three"]
     argv += ["--node-rank", str(node), "--join-wait-s", "60"]
     argv += ["--state-dir", str(folder / "state"), "--replicas", "2", "--hang-threshold-s", "60"]
+    argv += ["--segment-dir", str(folder / "memory")]  # in /dev/shm a killed node would leave its own
     argv += ["--preload", "megatron.core", "-m", "tests.support.megatron_training", str(folder), str(STEPS)]
     return stack.enter_context(launched(directory, *argv, **environment({"distributed": True, "bf16": True})))
 
