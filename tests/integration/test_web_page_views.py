@@ -296,6 +296,50 @@ def test_order_holds_and_releases_a_node(live: Live, browser: Any) -> None:
         one.forget_shifts()  # the node's new reason takes another height
 
 
+def test_charts_by_step_and_logarithm_are_kept(live: Live, browser: Any) -> None:
+    with watched(browser) as one:
+        page = one.open(live.link("/job/gpt"))
+        wait_for_job(page)
+        page.get_by_role("button", name="by step").focus()
+        page.keyboard.press("Enter")
+        page.get_by_label("logarithmic loss").focus()
+        page.keyboard.press("Space")
+        page.get_by_role("figure", name="Loss by step, logarithmic").locator("canvas").wait_for()
+        page.get_by_role("figure", name="Throughput by step,").locator("canvas").wait_for()
+        page.reload()
+        page.get_by_role("figure", name="Loss by step, logarithmic").locator("canvas").wait_for()
+        page.get_by_role("button", name="by time").click()
+        page.get_by_role("figure", name="Loss over time, logarithmic").locator("canvas").wait_for()
+        page.get_by_label("logarithmic loss").uncheck()
+        page.get_by_role("figure", name="Loss over time, newest").locator("canvas").wait_for()
+
+
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        ((0.02, 3), [0.02, 0.05, 0.1, 0.2, 0.5, 1, 2]),
+        ((1e-4, 10), [1e-4, 1e-3, 1e-2, 0.1, 1, 10]),
+        ((1e-15, 0.1), [1e-15, 1e-13, 1e-11, 1e-9, 1e-7, 1e-5, 1e-3, 0.1]),
+        ((2.5, 3.1), [2.6, 2.8, 3.0]),
+    ],
+)
+def test_ticks_of_a_logarithmic_axis(
+    live: Live, browser: Any, ends: tuple[float, float], expected: list[float]
+) -> None:
+    with watched(browser) as one:
+        page = one.open(live.link("/policy"))
+        found = page.evaluate("ends => import('/web/progress.js').then((it) => it.logTicks(...ends))", list(ends))
+        assert found == pytest.approx(expected)
+
+
+def test_steps_made_again_are_drawn_once(live: Live, browser: Any) -> None:
+    samples = [{"step": step, "at": at} for at, step in enumerate([1, 5, 9, 6, 10, 10])]
+    with watched(browser) as one:
+        page = one.open(live.link("/policy"))
+        kept = page.evaluate("all => import('/web/progress.js').then((it) => it.lastOfEachStep(all))", samples)
+    assert [(sample["at"], sample["step"]) for sample in kept] == [(0, 1), (1, 5), (3, 6), (5, 10)]
+
+
 def test_job_view_marks_a_regroup_as_it_happens(live: Live, browser: Any) -> None:
     with watched(browser) as one:
         page = one.open(live.link("/job/gpt"))

@@ -1,11 +1,12 @@
 // One job: its progress with every regroup, its ranks, what recoveries and restarts cost, and what could be restored.
 
-import { html, useEffect, useLayoutEffect, useMemo, useRef, useState } from "./vendor/htm-preact.js";
+import { html, useLayoutEffect, useMemo, useRef, useState } from "./vendor/htm-preact.js";
 import * as api from "./api.js";
 import {
   bytes, Chip, clock, cssColour, EventRows, Figure, figure, JobLink, JobState, link, NodeLink, number, plural,
   Problem, Section, seconds, Skeleton, ticks, TraceLink, useTheme, useWidth, version, Wide,
 } from "./parts.js";
+import { Progress, useProgress } from "./progress.js";
 import { useFleet, usePolled } from "./store.js";
 
 export const PHASES = ["start", "abort", "teardown", "wait", "rendezvous", "build", "restore", "plan", "compile", "first_step"];
@@ -25,140 +26,6 @@ export function Jobs() {
         <td class="n">${job.generation}</td><td class="n">${number(job.ranks)}</td><td class="n">${job.spares}</td><td class="n">${number(job.step)}</td>
         <td class="n">${seconds(job.stepS)}</td><td class="n">${figure(job.loss, 4)}</td><td>${version(job.committed)}</td><td>${job.reason}</td></tr>`)}</tbody>
     </table><//>`}
-  </div>`;
-}
-
-// ---- progress over time
-
-// New samples are added to the known ones, so that a long history is asked for once.
-function useProgress(name, intervalS, ifThere) {
-  const kept = useRef([]);
-  const ask = async () => {
-    const known = kept.current;
-    const { samples } = await api.progress(name, known.length ? known[known.length - 1].at : 0);
-    if (samples.length || !known.length) kept.current = [...known, ...samples].slice(-3000);
-    return kept.current;
-  };
-  return usePolled(ifThere(ask), intervalS, ["progress", name]);
-}
-
-let plotLibrary = null;
-function loadPlot() {
-  plotLibrary ??= new Promise((done, fail) => {
-    const style = Object.assign(document.createElement("link"), { rel: "stylesheet", href: "/web/vendor/uplot.css" });
-    const script = Object.assign(document.createElement("script"), { src: "/web/vendor/uplot.js" });
-    script.onload = () => done(window.uPlot);
-    script.onerror = fail;
-    document.head.append(style, script);
-  });
-  return plotLibrary;
-}
-
-// A vertical line with the generation's number at each regroup.
-const regroupMarks = (marks, colour) => ({
-  hooks: {
-    draw: [
-      (plot) => {
-        const { ctx, bbox } = plot;
-        ctx.save();
-        ctx.strokeStyle = colour;
-        ctx.fillStyle = colour;
-        ctx.lineWidth = devicePixelRatio;
-        ctx.setLineDash([3 * devicePixelRatio, 3 * devicePixelRatio]);
-        ctx.font = `${10 * devicePixelRatio}px system-ui, sans-serif`;
-        let free = -Infinity;
-        for (const mark of marks.current) {
-          const x = plot.valToPos(mark.at, "x", true);
-          if (!(x >= bbox.left && x <= bbox.left + bbox.width)) continue;
-          ctx.beginPath();
-          ctx.moveTo(x, bbox.top);
-          ctx.lineTo(x, bbox.top + bbox.height);
-          ctx.stroke();
-          const text = `g${mark.generation}`;
-          const width = ctx.measureText(text).width;
-          if (x >= free && x + width + 6 < bbox.left + bbox.width + 30) {
-            ctx.fillText(text, x + 3 * devicePixelRatio, bbox.top + 9 * devicePixelRatio);
-            free = x + width + 6 * devicePixelRatio;
-          }
-        }
-        ctx.restore();
-      },
-    ],
-  },
-});
-
-const timeOfDay = (at) => new Date(at * 1000).toTimeString().slice(0, 8);
-
-function Chart({ title, unit, x, y, marks, stroke, format, fromZero }) {
-  const [box, width, element] = useWidth();
-  const plot = useRef(null);
-  const live = useRef(marks);
-  live.current = marks;
-  const dark = useTheme();
-  const [shown, setShown] = useState(null);
-  useEffect(() => {
-    if (!width) return undefined;
-    let over = false;
-    loadPlot().then((uPlot) => {
-      if (over) return;
-      const axis = { stroke: cssColour("--dim"), grid: { stroke: cssColour("--line"), width: 1 }, ticks: { show: false }, font: "11px system-ui, sans-serif" };
-      plot.current = new uPlot(
-        {
-          width,
-          height: 196,
-          cursor: { sync: { key: "job" }, points: { size: 6 }, drag: { x: true, y: false } },
-          legend: { show: false },
-          scales: { y: fromZero ? { range: (_plot, _low, high) => [0, (high || 1) * 1.08] } : {} },
-          axes: [
-            { ...axis, size: 26, space: 70, values: (_plot, values) => values.map(timeOfDay) },
-            { ...axis, size: 54, values: (_plot, values) => values.map((value) => format(value)) },
-          ],
-          series: [{}, { stroke: cssColour(stroke), width: 1.6, spanGaps: false, points: { show: false } }],
-          plugins: [regroupMarks(live, cssColour("--bad"))],
-          hooks: { setCursor: [(one) => setShown(one.cursor.idx ?? null)] },
-        },
-        [x, y],
-        element
-      );
-    });
-    return () => {
-      over = true;
-      plot.current?.destroy();
-      plot.current = null;
-    };
-  }, [width, dark]);
-  useEffect(() => plot.current?.setData([x, y]), [x, y, marks.length]);
-  const last = shown !== null && y[shown] !== undefined ? y[shown] : y.findLast((value) => value !== null && value !== undefined);
-  return html`<figure class="chart" aria-label="${title} over time, newest ${format(last)}">
-    <h3>${title}<span>${last === undefined ? "–" : format(last)} ${unit}</span></h3>
-    <div ref=${box}></div>
-  </figure>`;
-}
-
-// New steps in a second, over windows of several samples: the minimum of all ranks moves unevenly. Steps that are made
-// again after a restore do not count.
-function throughputOf(samples) {
-  let furthest = 0;
-  const steps = samples.map((one) => (furthest = Math.max(furthest, one.step)));
-  const reach = Math.max(1, Math.min(8, Math.floor(samples.length / 40)));
-  return samples.map((sample, index) => {
-    const before = samples[Math.max(0, index - reach)];
-    const span = sample.at - before.at;
-    return span > 0 ? (steps[index] - steps[Math.max(0, index - reach)]) / span : null;
-  });
-}
-
-function Progress({ job, samples }) {
-  const data = useMemo(() => {
-    const x = samples.map((one) => one.at);
-    return { x, loss: samples.map((one) => one.loss), stepS: samples.map((one) => one.stepS || null), rate: throughputOf(samples) };
-  }, [samples]);
-  const marks = job.recoveries.filter((one) => one.reason !== "formed").map((one) => ({ at: one.decidedAt, generation: one.generation }));
-  const common = { x: data.x, marks };
-  return html`<div class="charts" style=${{ margin: 0 }}>
-    <${Chart} title="Loss" unit="" y=${data.loss} stroke="--p-2" format=${(value) => figure(value, 4)} ...${common} />
-    <${Chart} title="Step time" unit="" y=${data.stepS} stroke="--p-8" format=${seconds} fromZero=${true} ...${common} />
-    <${Chart} title="Throughput" unit="steps/s" y=${data.rate} stroke="--p-6" format=${(value) => figure(value)} fromZero=${true} ...${common} />
   </div>`;
 }
 
@@ -446,7 +313,7 @@ export function Job({ name }) {
     </div>
     <details class="stack"><summary>${Object.keys(one.ineligible).length ? `${plural(Object.keys(one.ineligible).length, "node")} may not take a seat` : "Every node that joined may take a seat"}</summary>
       <ul>${Object.entries(one.ineligible).slice(0, 50).map(([node, why]) => html`<li key=${node}><${NodeLink} name=${node} />: ${why}</li>`)}</ul></details>
-    <${Section} id="progress" title="Progress" note="dashed lines are regroups; drag to zoom, double-click to return"><${Progress} job=${one} samples=${progress.value} /><//>
+    <${Section} id="progress" title="Progress" note="dashed lines are regroups; drag to zoom, double-click to return"><${Progress} recoveries=${real} samples=${progress.value} /><//>
     <${Section} id="ranks" title="Ranks" note="share of each step in which the rank computes"><${RankHeat} job=${one} /><//>
     <${Section} id="costs" title="What failures cost"><${Costs} job=${one} pace=${pace} concerns=${concerns} /><//>
     <${Section} id="recoveries" title="Recoveries" note=${real.length ? "phases of the slowest rank; a row opens its incident" : "none yet"}><${Recoveries} recoveries=${real} /><//>
