@@ -36,7 +36,8 @@ class Launched:
         self._out, self._err = directory / "launcher.out", directory / "launcher.err"
         ours = ("EVERSTEP_", "PET_", "OMP_NUM_THREADS")  # the last is the launcher's to set
         inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
-        inherited |= {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(directory / "state")} | environment
+        inherited |= {"PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(directory / "state")}
+        inherited |= {"EVERSTEP_LAUNCH_VERBOSE": "true"} | environment  # its log is what tests wait for
         self._out.write_bytes(b"")
         self._err.write_bytes(b"")
         self.process: subprocess.Popen[bytes] | WarmProgram

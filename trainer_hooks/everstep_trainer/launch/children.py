@@ -17,6 +17,7 @@ from everstep_trainer.launch.forking.process_setup import (
     raise_oom_score,
     set_process_name,
 )
+from everstep_trainer.launch.output.marks import mark_warnings
 from everstep_trainer.runtime.assignment import (
     CONTROL_FD_VARIABLE,
     LOCAL_RANK_VARIABLE,
@@ -85,6 +86,7 @@ def run_script(descriptors: tuple[int, ...], *, script: str, module: bool, argum
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a killed process loses what it buffered: keep that to one line
             stream.reconfigure(line_buffering=True)
+    mark_warnings()
     keep_freed_memory()
     raise_oom_score()
     execute_script(script, module=module, arguments=arguments)

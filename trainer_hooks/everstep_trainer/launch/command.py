@@ -8,15 +8,14 @@ import inspect
 import logging
 import os
 import signal
-import sys
 from collections.abc import Callable
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
 from everstep.command_line import CONTEXT_SETTINGS, Flags, Version, make_app, takes_settings
 from everstep.errors import ConfigurationError, exit_on_errors
-from everstep.log_lines import SafeFormatter
 from everstep.parent_process import die_with_parent
 from everstep.printable_text import escape_control
 from everstep.system_clock import SYSTEM_CLOCK
@@ -27,10 +26,12 @@ from everstep_trainer.launch.options import (
     ALIASES,
     IGNORED_FLAGS,
     IGNORED_SWITCHES,
+    NOT_MISSED,
     PROGRAM,
     LaunchOptions,
     load_options,
 )
+from everstep_trainer.launch.output.log_handlers import install_launcher_log
 
 log = logging.getLogger(__name__)
 
@@ -79,26 +80,25 @@ def everstep_launch(
     128 plus the number of the signal that ended the launcher, or, for a script that never calls everstep.main, the
     status of its first failed process.
     """
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(SafeFormatter("everstep-launch: %(message)s"))
-    logging.basicConfig(level=logging.INFO, handlers=[handler])
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it logs each request of the progress and of the receipt
     with exit_on_errors("everstep-launch"):
         if no_python:
             raise ConfigurationError(
                 "--no-python is not supported, because workers are forked from a Python process that has imported "
                 "torch: give a Python script or a module (-m)"
             )
+        handler = install_launcher_log(is_verbose=bool(flags.get("verbose")))
         for name in ignored:
-            log.info("--%s has no effect: %s", name.replace("_", "-"), IGNORED_FLAGS[name])
+            level = logging.DEBUG if name in NOT_MISSED else logging.INFO
+            log.log(level, "--%s has no effect: %s", name.replace("_", "-"), IGNORED_FLAGS[name])
         options = load_options(training_script, training_script_args or (), flags, os.environ)
+        handler.is_verbose = options.verbose
         if options.endpoint_notice is not None:
             log.info("%s", options.endpoint_notice)
         if options.die_with_parent:
             die_with_parent(context.obj)
         outcome = asyncio.run(_run(options))
-    if outcome.exit_status:
-        print(f"everstep-launch: {escape_control(outcome.sentence)}", file=sys.stderr)
+    if outcome.exit_status and not outcome.is_shown:
+        handler.show(escape_control(outcome.sentence))
     raise typer.Exit(outcome.exit_status)
 
 
@@ -121,7 +121,8 @@ async def _run(options: LaunchOptions) -> LauncherOutcome:
     except asyncio.CancelledError:
         if not signals.received:
             raise
-        return ended_by_signal(signals.received[0])
+        # The answer to a first signal that left ranks their time said what a second one does.
+        return msgspec.structs.replace(ended_by_signal(signals.received[0]), is_shown=len(signals.received) > 1)
 
 
 if __name__ == "__main__":

@@ -20,11 +20,12 @@ import msgspec
 from everstep.clock import Clock
 from everstep.errors import ConfigurationError
 from everstep.receipts.text import format_count
+from everstep.vocabulary import GenerationReason
 from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob
 from everstep.wire.v1.local import RankExited
 from everstep.wire.v1.training import EarlierRun, JobSpec, LauncherJoined, LauncherLeaving
 from everstep_trainer.launch.agent_link import Directive, LauncherLink
-from everstep_trainer.launch.earlier_run import find_earlier_run
+from everstep_trainer.launch.earlier_run import describe_start, find_earlier_run
 from everstep_trainer.launch.fleet_access import FleetAccess
 from everstep_trainer.launch.forking.fork_client import ForkServerLost
 from everstep_trainer.launch.forking.fork_messages import Exited, Forked, ForkServerReady
@@ -39,6 +40,7 @@ from everstep_trainer.launch.job_rendezvous import (
     watch_first_node,
 )
 from everstep_trainer.launch.options import LaunchOptions
+from everstep_trainer.launch.output.rank_output import RankOutput, copying_output
 from everstep_trainer.launch.private_services import PrivateServices, prepare_state_dir
 from everstep_trainer.launch.processes import STORE_SERIAL, ProcessEvent, WorkerProcesses, WorkerReachedMain
 from everstep_trainer.launch.progress_display import showing_progress
@@ -77,11 +79,12 @@ STORE_WINDOW_S = 60.0
 class LauncherOutcome(msgspec.Struct, frozen=True):
     """The launcher's exit status, and a sentence for people and for the agent.
 
-    As an event, the end of a wait that has reached its limit.
+    As an event, the end of a wait that has reached its limit. ``is_shown``: the sentence has been printed.
     """
 
     exit_status: int
     sentence: str
+    is_shown: bool = False
 
 
 class StandbyDue(msgspec.Struct, frozen=True):
@@ -169,7 +172,8 @@ async def launch(
     with the thread that forked them. Raises ConfigurationError for unusable options, or Unavailable.
     """
     async with contextlib.AsyncExitStack() as stack:
-        state_dir = prepare_state_dir(options.state_dir, environ)
+        state_dir, labels = prepare_state_dir(options.state_dir, environ), dict[int, str]()
+        output = stack.enter_context(copying_output(options, state_dir, clock, labels))
         earlier = await asyncio.to_thread(find_earlier_run, options)
         network, own_address = None, options.local_addr
         if options.meets_at_endpoint:
@@ -185,8 +189,7 @@ async def launch(
         for number in NOTICE_SIGNALS:
             asyncio.get_running_loop().add_signal_handler(number, events.put_nowait, number)
         listener = listening_socket(rendezvous_host(own_address, several_nodes=options.max_nodes > 1))
-        labels: dict[int, str] = {}
-        processes = WorkerProcesses(options, environ, stack.enter_context(listener), events.put_nowait, labels)
+        processes = WorkerProcesses(options, environ, stack.enter_context(listener), events.put_nowait, output)
         stack.push_async_callback(processes.end)
         processes.start()
         agent_socket = options.agent_socket or str(await private.start())
@@ -199,7 +202,9 @@ async def launch(
             stack.callback(asyncio.create_task(watch(), name="first node").cancel)
         spec = options.job_spec(await processes.count_ranks())
         fleet = FleetAccess(options.job) if options.agent_socket is not None else None
-        launcher = Launcher(options, clock, spec, agent_socket, processes, events, labels, fleet, earlier)
+        how_to_watch = private.how_to_watch() if fleet is None else f"everstep job show {options.job}"
+        log.info("%s", describe_start(options, spec, earlier, how_to_watch, environ))
+        launcher = Launcher(options, clock, spec, agent_socket, processes, events, labels, output, fleet, earlier)
         exit_status, detail, until = None, "interrupted", clock.wall()
         try:
             interval_s = options.progress_interval_s if options.progress and not options.torchrun_script else None
@@ -209,14 +214,17 @@ async def launch(
             signals.deliver_to(None)
             until, detail = launcher.signalled_at or clock.wall(), outcome.sentence
             exit_status = None if launcher.was_interrupted else outcome.exit_status
+            if fleet is None and launcher.was_interrupted and not options.torchrun_script:
+                outcome = await _conclude_interruption(outcome, launcher, private, options, clock)
+            if outcome.exit_status:
+                log.info("%s", outcome.sentence)  # now, because nothing follows the receipt
             if options.torchrun_script:
                 log.info("the script of job %s: %s", options.job, launcher.describe_restarts())
             elif fleet is not None:
                 await report_fleet_run(fleet, options.job)
-            elif launcher.was_interrupted:
-                outcome = await _conclude_interruption(outcome, launcher, private, options, clock)
-            return outcome
+            return msgspec.structs.replace(outcome, is_shown=True)
         finally:
+            output.stop_showing_ranks()  # what ranks print while they end is kept only
             try:
                 if not options.torchrun_script:
                     await report_run(
@@ -257,6 +265,7 @@ class Launcher:
         processes: WorkerProcesses,
         events: asyncio.Queue[LauncherEvent],
         labels: dict[int, str],
+        output: RankOutput,
         fleet: FleetAccess | None = None,
         earlier: EarlierRun | None = None,
     ) -> None:
@@ -268,6 +277,7 @@ class Launcher:
         self._processes = processes
         self._events = events
         self._labels = labels
+        self._output = output
         self._fleet = fleet
         self._pool = WorkerPool(
             spec.nproc_per_node,
@@ -526,12 +536,15 @@ class Launcher:
         if spec.job != self._options.job or spec.number < self._pool.generation or self._stopping is not None:
             return None
         self._global_ranks = {member.local_rank: member.rank for member in spec.members_on(self._link.node)}
+        self._output.note_ranks(self._link.node, self._global_ranks)
         if self._fleet is not None and self._link.welcome is not None:
             self._fleet.update(self._link.welcome, spec)
         if spec.number > self._pool.generation:
             self._generations_seen += 1
             context = {"job": spec.job, "generation": spec.number, "trace": spec.trace, "node": self._link.node}
-            log.info("generation %d, %d ranks: %s", spec.number, spec.world_size, spec.sentence, extra=context)
+            is_plain = spec.reason is GenerationReason.FORMED and self._options.max_nodes == 1
+            level = logging.DEBUG if is_plain else logging.INFO
+            log.log(level, "generation %d, %d ranks: %s", spec.number, spec.world_size, spec.sentence, extra=context)
         if self._giving_up is not None and not self._global_ranks:
             return LauncherOutcome(1, self._giving_up)
         local_ranks, now = frozenset(self._global_ranks), self._clock.monotonic()

@@ -45,7 +45,11 @@ IGNORED_FLAGS = {
     "run_path": "scripts always run in a process that exists already",
     "virtual_local_rank": "every worker sees all devices; use the one that LOCAL_RANK names",
 }
-"""torchrun's flags that are accepted without effect, with the reason that is printed."""
+"""torchrun's flags that are accepted without effect, with the reason."""
+NOT_MISSED = frozenset({"rdzv_backend", "rdzv_conf", "monitor_interval", "start_method", "role", "master_addr"}) | {
+    *("master_port", "redirects", "run_path")
+}
+"""Ignored flags whose purpose is served without them: only the launcher's log names them."""
 IGNORED_SWITCHES = frozenset({"run_path", "virtual_local_rank"})
 """Ignored flags that take no value."""
 DEFAULT_SDC: SdcPreset = "light"
@@ -172,6 +176,11 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
     state_dir: str | None = None
     """Directory for logs, receipts and files of private services. Default: ``$XDG_STATE_HOME/everstep``,
     or ``/tmp/everstep-UID/state`` if the home directory is too long a path for sockets, or cannot be written."""
+    keep_output: bool = True
+    """Copy the output of the ranks through the launcher, which keeps the end of it for ``everstep logs``. Without it
+    they write to the launcher's own stdout and stderr. ``log_dir`` keeps the whole output instead."""
+    verbose: bool = False
+    """Show all lines of the launcher's log, which ``everstep logs JOB --launcher`` has in any case."""
     progress: bool = True
     """Show the progress of the job: a live line on a terminal, log lines elsewhere. With an agent, only the launcher of
     rank 0 does."""

@@ -73,7 +73,7 @@ def prepare_state_dir(flag_value: str | None, environ: Mapping[str, str]) -> Pat
     folder, wanted = resolve_state_dir(flag_value, environ), preferred_state_directory(environ)
     if flag_value is None and folder != wanted:
         private_directory(folder, "--state-dir")  # below /tmp, where other users could have made it
-        log.info("logs and sockets are in %s instead of %s: %s", folder, wanted, why_unusable(wanted))
+        log.debug("logs and sockets are in %s instead of %s: %s", folder, wanted, why_unusable(wanted))
     return folder
 
 
@@ -321,7 +321,6 @@ class PrivateServices:
             self._services.append(controller)
             address = await controller.start(lambda last: controller_command(run_dir, last or listen, network))
             self._url = self._url or f"http://{address}"
-        self._log_addresses(run_dir)
         agent = PrivateService("agent", logs / f"{self._name}.agent.log", run_dir / "agent" / "agent.json", self._clock)
         self._services.append(agent)
         await agent.start(lambda _: _agent_command(run_dir, self._url, self._linger_s, network))
@@ -378,19 +377,19 @@ class PrivateServices:
         else:
             place.remove()
 
-    def _log_addresses(self, run_dir: Path) -> None:
-        """Log how to ask the controller, and how to see its page: no line has a token, because logs are shared."""
-        token, authority = run_dir / "operator.token", ""
+    def how_to_watch(self) -> str:
+        """Return the command that shows the job, once the services have started.
+
+        It has no token, because logs are shared.
+        """
+        assert self._run_directory is not None
+        run_dir = self._run_directory.path
         if self._network.controller is not None:
-            if self._network.listen is not None:
-                log.info("this is the first node of job %s: its controller listens at %s", self._name, self._url)
-            authority = f"EVERSTEP_CA_FILE={run_dir / AUTHORITY_FILE} "
-        message = "to inspect the job: EVERSTEP_CONTROLLER=%s %sEVERSTEP_TOKEN_FILE=%s everstep status"
-        log.info(message, self._url, authority, token)
-        if self._network.controller is None:
-            is_default = self._state_dir == resolve_state_dir(None, os.environ)
-            place = "" if is_default else f" --state-dir {shlex.quote(str(self._state_dir))}"
-            log.info("to watch in a browser on this machine: everstep open %s%s", self._name, place)
+            variables = f"EVERSTEP_CONTROLLER={self._url} EVERSTEP_CA_FILE={run_dir / AUTHORITY_FILE}"
+            return f"{variables} EVERSTEP_TOKEN_FILE={run_dir / 'operator.token'} everstep status"
+        is_default = self._state_dir == resolve_state_dir(None, os.environ)
+        place = "" if is_default else f" --state-dir {shlex.quote(str(self._state_dir))}"
+        return f"everstep open {self._name}{place}"
 
 
 class PrivateService:

@@ -6,11 +6,9 @@ import asyncio
 import logging
 import os
 import socket
-import sys
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from signal import Signals
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
 
@@ -28,6 +26,7 @@ from everstep_trainer.launch.forking.fork_messages import (
 from everstep_trainer.launch.forking.forkserver import PRELOAD_VARIABLE
 from everstep_trainer.launch.job_cache import cache_environment
 from everstep_trainer.launch.options import LaunchOptions
+from everstep_trainer.launch.output.rank_output import RankOutput
 from everstep_trainer.launch.private_services import resolve_state_dir
 from everstep_trainer.runtime.assignment import (
     ALLOW_BIT_FLIPS_VARIABLE,
@@ -54,7 +53,7 @@ def fork_server_environment(options: LaunchOptions, environ: Mapping[str, str]) 
         environment[AGENT_SOCKET_VARIABLE] = options.agent_socket
     if options.nproc_per_node != 1 and "OMP_NUM_THREADS" not in environ:
         environment["OMP_NUM_THREADS"] = "1"
-        log.info("OMP_NUM_THREADS is not set: each rank gets 1 thread, so that ranks do not compete for cores")
+        log.debug("OMP_NUM_THREADS is not set: each rank gets 1 thread, so that ranks do not compete for cores")
     return environment
 
 
@@ -100,112 +99,6 @@ def worker_environment(
     }
 
 
-# ---- output of workers: to files, and with --tee to the launcher's own output, each line with its rank
-
-CHUNK_BYTES = 1 << 16
-
-
-class WorkerOutputs:
-    """Pipes from workers into the files ``worker-SERIAL.out`` and ``.err`` in ``directory``.
-
-    With ``tee``, every line also goes to this process's stdout or stderr, with the worker's current label, such as
-    ``rank 3``. Raises ConfigurationError if the directory cannot be made.
-    """
-
-    def __init__(self, directory: Path, tee: bool, labels: Mapping[int, str]) -> None:
-        try:
-            directory.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigurationError(f"--log-dir: cannot write ranks' output to {directory}: {error}") from error
-        self._directory = directory
-        self._tee = tee
-        self._labels = labels
-        self._pumps: set[_Pump] = set()
-
-    def open(self, serial: int) -> tuple[int, int]:
-        """Return descriptors for the worker's stdout and stderr; close them once they are passed on."""
-        return self._open(serial, "out", sys.stdout.buffer), self._open(serial, "err", sys.stderr.buffer)
-
-    def drain(self) -> None:
-        """Read what dead workers left in their pipes, and close everything."""
-        for pump in list(self._pumps):
-            pump.read()
-            pump.close()
-
-    def _open(self, serial: int, kind: str, is_shown: BinaryIO) -> int:
-        reading, writing = os.pipe2(os.O_CLOEXEC)
-        os.set_blocking(reading, False)
-        file = (self._directory / f"worker-{serial}.{kind}").open("ab", buffering=0)
-
-        def label() -> bytes:
-            return f"[{self._labels.get(serial, f'worker {serial}')}]: ".encode()
-
-        self._pumps.add(_Pump(reading, file, (label, is_shown) if self._tee else None, self._pumps.discard))
-        return writing
-
-
-class _Pump:
-    """Copies one pipe into one file."""
-
-    def __init__(
-        self,
-        pipe: int,
-        file: BinaryIO,
-        tee: tuple[Callable[[], bytes], BinaryIO] | None,
-        closed: Callable[[_Pump], None],
-    ) -> None:
-        self._pipe = pipe
-        self._file = file
-        self._tee = tee
-        self._closed = closed
-        self._line = b""
-        self._lost = False
-        asyncio.get_running_loop().add_reader(pipe, self.read)
-
-    def read(self) -> None:
-        """Copy what is there; close at end-of-file."""
-        while True:
-            try:
-                data = os.read(self._pipe, CHUNK_BYTES)
-            except BlockingIOError:
-                return
-            if not data:
-                self.close()
-                return
-            try:
-                self._file.write(data)
-                self._lost = False
-            # keep reading, so that the rank does not block on its pipe; later writes may succeed
-            except OSError as error:
-                if not self._lost:
-                    log.warning("output of ranks is lost: %s cannot be written: %s", self._file.name, error)
-                self._lost = True
-            self._show(data)
-
-    def close(self) -> None:
-        if self._file.closed:
-            return
-        if self._line:
-            self._show(b"\n")
-        asyncio.get_running_loop().remove_reader(self._pipe)
-        os.close(self._pipe)
-        self._file.close()
-        self._closed(self)
-
-    def _show(self, data: bytes) -> None:
-        if self._tee is None:
-            return
-        label, shown = self._tee
-        *lines, self._line = (self._line + data).split(b"\n")
-        if lines:
-            try:
-                shown.write(b"".join(label() + line + b"\n" for line in lines))
-                shown.flush()
-            except OSError as error:
-                log.warning("output of ranks is no longer shown: %s", error)
-                self._tee = None
-
-
 STORE_SERIAL = 0
 TORCHRUN_SCRIPT_MODULE = "everstep_trainer.launch.torchrun_script"
 COUNT_SERIAL = -1
@@ -224,7 +117,7 @@ class WorkerProcesses:
     """Store host, workers and standbys, through one fork server.
 
     The rendezvous store's ``listener`` stays open here, so that the address outlives its host. ``on_event`` receives
-    starts, deaths and arrivals at ``everstep.main``; ``labels`` are the workers' current names, for their output.
+    starts, deaths and arrivals at ``everstep.main``; ``output`` takes what workers print.
     """
 
     def __init__(
@@ -233,16 +126,14 @@ class WorkerProcesses:
         environ: Mapping[str, str],
         listener: socket.socket,
         on_event: Callable[[ProcessEvent], None],
-        labels: Mapping[int, str],
+        output: RankOutput,
     ) -> None:
         self._options = options
+        self._output = output
         self._listener = listener
         self._on_event = on_event
         self._forks = ForkServerLink(on_event, fork_server_environment(options, environ))
         self._controls: dict[int, ControlChannel[ReachedMain]] = {}
-        self._outputs: WorkerOutputs | None = None
-        if options.log_dir is not None:
-            self._outputs = WorkerOutputs(Path(options.log_dir) / options.job, options.tee != "0", labels)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -296,11 +187,11 @@ class WorkerProcesses:
             script_restarts=script_restarts,
         )
         arguments = self._make_arguments()
-        outputs = self._outputs.open(serial) if self._outputs is not None else ()
+        outputs, variables = self._output.open(serial, local_rank)
         ours, theirs = make_socket_pair()
         with theirs:
             target, descriptors = "everstep_trainer.launch.children:run_script", (theirs.fileno(), *outputs)
-            self._forks.fork(serial, target, arguments, environment=environment, descriptors=descriptors)
+            self._forks.fork(serial, target, arguments, environment=environment | variables, descriptors=descriptors)
         for descriptor in outputs:
             os.close(descriptor)
         self._controls[serial] = ControlChannel(ours, ReachedMain)
@@ -324,6 +215,7 @@ class WorkerProcesses:
         """Give a standby its local rank. If it has just died, its exit event follows."""
         try:
             self._controls[serial].send(Promote(local_rank=local_rank))
+            self._output.assign(serial, local_rank)
         except (KeyError, OSError):
             log.debug("worker %d died before its promotion", serial)
 
@@ -355,8 +247,6 @@ class WorkerProcesses:
         finally:
             for serial in list(self._controls):
                 self.close_control(serial)
-            if self._outputs is not None:
-                self._outputs.drain()
 
     def _listen(self, serial: int) -> None:
         try:

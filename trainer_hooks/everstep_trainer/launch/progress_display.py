@@ -20,6 +20,7 @@ from everstep.clock import Clock
 from everstep.receipts.text import format_count, format_rough, format_span
 from everstep.vocabulary import GenerationReason, JobState
 from everstep.wire.v1.operator import GenerationRecovery, JobDetail
+from everstep_trainer.launch.output.log_handlers import launcher_log
 
 log = logging.getLogger(__name__)
 
@@ -103,11 +104,13 @@ def _state_text(detail: JobDetail) -> str:
 class TerminalLine:
     """A line on the last row of a terminal. Other output scrolls above it and is not touched.
 
-    Every change is one write, so that output of other processes cannot come between its parts.
+    Every change is one write, so that other output cannot come between its parts. ``write`` does that in turn with
+    other output; the default writes at once.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, write: Callable[[bytes], object] | None = None) -> None:
         self._descriptor = descriptor
+        self._write = write or (lambda data: os.write(descriptor, data))
         self._rows = 0
         self._lock = threading.Lock()  # a thread may still show a line when it is closed
         self._is_closed = False
@@ -124,12 +127,12 @@ class TerminalLine:
             return
         written = ""
         if rows != self._rows:
-            # The line feed moves the cursor off the last row. Setting the region moves it home, hence 7 and 8, which
-            # save and restore its place.
-            written = f"\n\x1b7\x1b[1;{rows - 1}r\x1b8\x1b[1A"
+            # D moves the cursor off the last row, and keeps its column, where a progress bar of the script may stand.
+            # Setting the region moves it home, hence 7 and 8, which save and restore its place.
+            written = f"\x1bD\x1b7\x1b[1;{rows - 1}r\x1b8\x1b[1A"
             self._rows = rows
         written += f"\x1b7\x1b[{rows};1H\x1b[2K\x1b[2m{text[: max(0, columns - 1)]}\x1b[0m\x1b8"
-        os.write(self._descriptor, written.encode("utf-8", "replace"))
+        self._write(written.encode("utf-8", "replace"))
 
     def close(self) -> None:
         """Remove the line, and let the whole terminal scroll again."""
@@ -139,7 +142,7 @@ class TerminalLine:
 
     def _clear(self) -> None:
         if self._rows:
-            os.write(self._descriptor, f"\x1b7\x1b[r\x1b[{self._rows};1H\x1b[2K\x1b8".encode())
+            self._write(f"\x1b7\x1b[r\x1b[{self._rows};1H\x1b[2K\x1b8".encode())
             self._rows = 0
 
 
@@ -179,7 +182,10 @@ async def showing_progress(
     if interval_s is None or not reader.may_show:
         yield
         return
-    line = TerminalLine(STDERR) if has_terminal(STDERR, environ) else None
+    log_handler = launcher_log()
+    copier = log_handler.copier if log_handler is not None else None
+    write = copier.draw if copier is not None else None
+    line = TerminalLine(STDERR, write) if has_terminal(STDERR, environ) else None
     task = asyncio.create_task(_show(reader, job, clock, interval_s, line), name="progress")
     try:
         yield

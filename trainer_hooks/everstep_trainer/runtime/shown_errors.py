@@ -9,6 +9,8 @@ import socket
 import sys
 from pathlib import Path
 
+from everstep_trainer.launch.output.marks import shown_stderr
+
 _claims: list[socket.socket] = []
 """Claims of this process; they end with it."""
 
@@ -30,8 +32,7 @@ def claim_error(error: str, scope: str) -> bool:
         scope: What only the ranks of one generation know, such as its secret and number.
     """
     try:
-        output = os.fstat(2)
-        key = hashlib.sha256(f"{scope}\0{output.st_dev}:{output.st_ino}\0{error}".encode(errors="replace"))
+        key = hashlib.sha256(f"{scope}\0{shown_stderr()}\0{error}".encode(errors="replace"))
         claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError:
         return True
@@ -45,8 +46,9 @@ def claim_error(error: str, scope: str) -> bool:
 
 
 def launcher_shares_stderr() -> bool:
-    """Return whether this rank's stderr is also that of its launcher, which prints why a job ended."""
+    """Return whether this rank's stderr is shown in that of its launcher, which prints why a job ended."""
     try:
-        return os.path.samestat(os.fstat(2), Path(f"/proc/{os.getppid()}/fd/2").stat())
+        status = Path(f"/proc/{os.getppid()}/fd/2").stat()  # the fork server has the launcher's
+        return shown_stderr() == f"{status.st_dev}:{status.st_ino}"
     except OSError:
         return False

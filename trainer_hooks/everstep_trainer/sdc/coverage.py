@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping, Sequence
 
 from torch import nn
 
+from everstep.chaos.targets import JOB_VARIABLE
+from everstep.receipts.text import format_count
 from everstep.vocabulary import AuditLink
+from everstep_trainer.launch.output.marks import keep_line
 from everstep_trainer.sdc.audit import Audit, AuditSetup
 from everstep_trainer.state.tensors import list_names
 from everstep_trainer.state.tracked_objects import as_list, strip_wrapper_names
@@ -37,25 +41,42 @@ class Coverage:
         self._name, self._audits, self._setup, self._gaps = name, audits, setup, gaps
 
     def say(self) -> None:
-        """Log what is left out, unless this process has said the same before. Rank 0 alone says something."""
+        """Log how much is left out, unless this process has logged the same before. Rank 0 alone logs something.
+
+        The whole list goes to the launcher's log, or without a launcher that keeps it into the line itself.
+        """
         if self._setup.rank != 0:
             return
         line = self.describe()
-        if line not in _said:
-            _said.add(line)
-            log.warning("%s", line)
+        if line in _said:
+            return
+        _said.add(line)
+        log.warning("%s", self.summarize() if keep_line(line) else line)
+
+    def summarize(self) -> str:
+        """Return a short line, which names the command for the list."""
+        named, missing, gaps = self._find()
+        checked = f"{len(named) - len(missing)} of {len(named)} modules" if missing else "all modules"
+        left = f", {format_count(len(gaps), 'gap')}" if gaps else ""
+        job = os.environ.get(JOB_VARIABLE, "JOB")
+        return f"audits ({self._name}) check {checked}{left}; list: everstep logs {job} --launcher"
 
     def describe(self) -> str:
         """Return the line."""
-        named = _modules_with_parameters(self._setup.objects)
-        checked = {id(module) for audit in self._audits for module in audit.checked_modules()}
-        missing = {name: module for name, module in named.items() if id(module) not in checked}
+        named, missing, gaps = self._find()
         clauses = ["all modules with parameters are checked"]
         if missing:
             clauses = [f"{len(missing)} of {len(named)} modules with parameters are not checked: {self._list(missing)}"]
-        clauses += [*self._gaps, *(gap for audit in self._audits for gap in audit.gaps())]
+        clauses += gaps
         clauses.append("code outside of these modules, such as a loss function, is not checked")
         return f"audits ({self._name}): {'; '.join(clauses)}. See {DOCS_URL}"
+
+    def _find(self) -> tuple[dict[str, nn.Module], dict[str, nn.Module], list[str]]:
+        """Return the modules with parameters, those that no audit checks, and what is left out besides."""
+        named = _modules_with_parameters(self._setup.objects)
+        checked = {id(module) for audit in self._audits for module in audit.checked_modules()}
+        missing = {name: module for name, module in named.items() if id(module) not in checked}
+        return named, missing, [*self._gaps, *(gap for audit in self._audits for gap in audit.gaps())]
 
     def _list(self, missing: dict[str, nn.Module]) -> str:
         """Return the names by reason."""

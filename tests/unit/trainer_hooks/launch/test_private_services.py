@@ -16,7 +16,6 @@ import pytest
 from everstep_trainer.launch import private_services
 from everstep_trainer.launch.job_rendezvous import ServiceNetwork
 from everstep_trainer.launch.private_services import PrivateService, PrivateServices, segment_dir
-from everstep_trainer.launch.processes import WorkerOutputs
 
 from everstep.bearer_tokens import TokenRole, verify_with_secret
 from everstep.clock import ManualClock
@@ -429,12 +428,6 @@ def test_unwritable_state_directory_is_refused_with_advice(services: PrivateServ
     unwritable = PrivateServices(short_path / "home" / "state", "j", SYSTEM_CLOCK)
     with pytest.raises(ConfigurationError, match="give another --state-dir"):
         asyncio.run(unwritable.start())
-
-
-def test_unwritable_log_directory_is_refused_with_advice(short_path: Path) -> None:
-    (short_path / "logs").touch()
-    with pytest.raises(ConfigurationError, match=r"--log-dir: cannot write ranks' output to .*/logs/j"):
-        WorkerOutputs(short_path / "logs" / "j", False, {})
 
 
 def test_service_impossible_to_restart_is_logged(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:

@@ -30,7 +30,9 @@ from everstep.vocabulary import GenerationReason, JobState
 from everstep.wire.v1.operator import GenerationRecovery, JobDetail, JobSummary
 from everstep.wire.v1.training import JobSpec
 
-OWN_LINE = re.compile(rb"\n?\x1b7\x1b\[1;(\d+)r\x1b8\x1b\[1A|\x1b7(?:\x1b\[r)?\x1b\[(\d+);1H\x1b\[2K[^\x1b]*.*?\x1b8")
+OWN_LINE = re.compile(
+    rb"(?:\x1bD)?\x1b7\x1b\[1;(\d+)r\x1b8\x1b\[1A|\x1b7(?:\x1b\[r)?\x1b\[(\d+);1H\x1b\[2K[^\x1b]*.*?\x1b8"
+)
 """Everything that the line writes."""
 
 

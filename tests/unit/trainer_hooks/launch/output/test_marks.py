@@ -1,0 +1,84 @@
+"""Lines of Everstep in a rank's stderr are found again, wherever reads cut them."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import sys
+from pathlib import Path
+
+import pytest
+from everstep_trainer.launch.output.marks import (
+    KEPT_MARK,
+    OUTPUT_VARIABLE,
+    SHOWN_MARK,
+    LastResort,
+    MarkReader,
+    Piece,
+    identity,
+    keep_line,
+    shown_stderr,
+)
+from hypothesis import given
+from hypothesis import strategies as st
+
+OUTPUT = b"\r10%" + SHOWN_MARK + b"one\n" + b"\x1e{}\n\x1e\x1f" + KEPT_MARK + b"two\nplain\x1e"
+
+
+def joined(pieces: list[Piece]) -> list[tuple[bytes, bytes]]:
+    found: list[tuple[bytes, bytes]] = []
+    for mark, data in pieces:
+        is_more = found and found[-1][0] == mark and not (mark and found[-1][1].endswith(b"\n"))
+        if is_more:
+            found[-1] = mark, found[-1][1] + data
+        else:
+            found.append((mark, data))
+    return found
+
+
+@given(st.lists(st.integers(0, len(OUTPUT)), max_size=8))
+def test_marked_lines_are_found_across_any_cuts(cuts: list[int]) -> None:
+    reader, pieces = MarkReader(), []
+    places = [0, *sorted(cuts), len(OUTPUT)]
+    for start, end in itertools.pairwise(places):
+        pieces += reader.feed(OUTPUT[start:end])
+    assert joined(pieces) == [
+        (b"", b"\r10%"),
+        (SHOWN_MARK, b"everstep: one\n"),
+        (b"", b"\x1e{}\n\x1e\x1f"),
+        (KEPT_MARK, b"everstep: two\n"),
+        (b"", b"plain"),
+    ]
+    assert reader.rest() == b"\x1e"
+
+
+def copy_stderr(monkeypatch: pytest.MonkeyPatch, own: str = "") -> None:
+    monkeypatch.setenv(OUTPUT_VARIABLE, f"7:7 {own or identity(2)}")
+    monkeypatch.setattr(sys, "__stderr__", sys.stderr)
+
+
+def test_warning_is_marked_in_a_copied_stderr(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_stderr(monkeypatch)
+    handler = LastResort(logging.NullHandler())
+    handler.handle(logging.LogRecord("everstep_trainer.x", logging.WARNING, "", 0, "is %d", (3,), None))
+    handler.handle(logging.LogRecord("other", logging.WARNING, "", 0, "not ours", (), None))
+    assert keep_line("a list")
+    assert capfd.readouterr().err.encode() == SHOWN_MARK + b"is 3\n" + KEPT_MARK + b"a list\n"
+    assert shown_stderr() == "7:7"
+
+
+def test_redirected_stderr_gets_no_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+    copy_stderr(monkeypatch, "8:8")  # the script has opened another stderr
+    assert not keep_line("a list")
+    assert shown_stderr() == identity(2)
+    monkeypatch.delenv(OUTPUT_VARIABLE)
+    assert not keep_line("a list")
+
+
+def test_identity_differs_between_files(tmp_path: Path) -> None:
+    with (tmp_path / "a").open("w") as first, (tmp_path / "b").open("w") as second:
+        assert identity(first.fileno()) != identity(second.fileno())
+        assert identity(first.fileno()) == identity(os.dup(first.fileno()))
