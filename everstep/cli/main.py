@@ -17,7 +17,7 @@ from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from everstep.cli import chaos, doctor, events, files, history, nodes, policy, runs, tables, tokens, vault
+from everstep.cli import chaos, doctor, events, files, history, logs, nodes, policy, runs, tables, tokens, vault
 from everstep.cli.context import (
     PROGRAM,
     ConnectionOptions,
@@ -51,7 +51,7 @@ app.add_typer(vault.app, name="vault")
 app.add_typer(runs.app, name="runs")
 _commands: list[Callable[..., None]] = [history.findings, history.verdicts, history.checkpoints, history.remediations]
 _commands += [history.probes, history.budget, history.evidence, events.events, events.audit, nodes.nodes, files.files]
-_commands += [chaos.chaos, doctor.doctor]
+_commands += [chaos.chaos, doctor.doctor, logs.logs]
 for _command in _commands:
     app.command()(_command)
 app.command("login")(log_in)

@@ -207,4 +207,4 @@ class FollowedFile:
         data = os.pread(descriptor, max(0, os.fstat(descriptor).st_size - self._position), self._position)
         whole = data[: data.rfind(b"\n") + 1]
         self._position += len(whole)
-        return list(decode_lines(self._label, whole.splitlines()))
+        return list(decode_lines(self._label, whole.split(b"\n")))

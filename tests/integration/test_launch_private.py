@@ -138,14 +138,14 @@ def test_killed_rank_is_replaced_and_the_run_summarized(short_path: Path) -> Non
     assert segments
     assert not any(map(is_running, services))
     assert not any(path.exists() for path in segments)
-    assert {path.name for path in run.state.iterdir()} == {".lock", "logs", "cache", "receipts"}
+    assert {path.name for path in run.state.iterdir()} == {".lock", "logs", "cache", "output", "receipts"}
     assert "1 healthy" in told["status"]
     assert "train-" in told["status"]
     (listed,) = msgspec.json.decode(told["runs --json"], type=list[ListedRun])
     assert listed.receipt is not None
     assert (listed.number, listed.receipt.result, listed.receipt.recovery_count) == (0, "running", 1)
     assert listed.receipt.until_step == 60
-    assert len(re.findall(r"to watch in a browser on this machine: everstep open train-\w+\n", launcher.err)) == 1
+    assert len(re.findall(r"to watch: everstep open train-\w+\n", launcher.err)) == 1
     assert "operator%3A" not in launcher.err  # a batch log is read by others
     assert re.fullmatch(
         r"http://127\.0\.0\.1:\d+/#token=operator%3Alauncher%3A\w+&to=%2Fjob%2Ftrain-\w+\n", told["open"]
@@ -234,7 +234,9 @@ def test_sigterm_lets_ranks_save_and_writes_the_newest_version(short_path: Path)
     assert {(short_path / f"left-{rank}").read_text() for rank in (0, 1)} == {f"{saved} 1"}
     (folder,) = (short_path / "store" / "calm").iterdir()
     assert (folder / ".metadata").exists()
-    assert launcher.err.splitlines()[-1].endswith(f"is saved in {folder}; the same command continues there")
+    *_, sentence, _, _, _, receipt = launcher.err.splitlines()
+    assert sentence.endswith(f"is saved in {folder}; the same command continues there")
+    assert receipt.startswith("everstep-launch: receipt: ")
     assert "killing" not in launcher.err
     assert [one.receipt.result for one in stored_receipts(short_path / "state")] == ["interrupted"]
 

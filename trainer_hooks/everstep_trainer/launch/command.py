@@ -31,7 +31,7 @@ from everstep_trainer.launch.options import (
     LaunchOptions,
     load_options,
 )
-from everstep_trainer.launch.output.log_handlers import install_launcher_log
+from everstep_trainer.launch.output.log_handlers import LauncherLog, install_launcher_log
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ def everstep_launch(
             log.info("%s", options.endpoint_notice)
         if options.die_with_parent:
             die_with_parent(context.obj)
-        outcome = asyncio.run(_run(options))
+        outcome = asyncio.run(_run(options, handler))
     if outcome.exit_status and not outcome.is_shown:
         handler.show(escape_control(outcome.sentence))
     raise typer.Exit(outcome.exit_status)
@@ -108,14 +108,20 @@ def main() -> None:
     app(prog_name="everstep-launch", obj=os.getppid())
 
 
-async def _run(options: LaunchOptions) -> LauncherOutcome:
+async def _run(options: LaunchOptions, shown: LauncherLog) -> LauncherOutcome:
     """Run the launcher until it ends; the first signal ends it in order, a second one at once."""
     loop, signals = asyncio.get_running_loop(), EndingSignals()
+
+    def receive(number: signal.Signals) -> None:
+        if number == signal.SIGINT:
+            shown.note_echo()
+        signals.receive(number)
+
     work = asyncio.create_task(launch(options, SYSTEM_CLOCK, os.environ, signals))
     signals.cancel_by(work.cancel)
     for number in ENDING_SIGNALS:
         if signal.getsignal(number) is not signal.SIG_IGN:  # nohup asks for that
-            loop.add_signal_handler(number, signals.receive, number)
+            loop.add_signal_handler(number, receive, number)
     try:
         return await work
     except asyncio.CancelledError:

@@ -50,6 +50,18 @@ def test_line_names_links_that_are_off(caplog: pytest.LogCaptureFixture) -> None
     assert line == f"audits (light): {expected}"
 
 
+def test_line_is_short_where_the_launcher_keeps_the_list(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[str] = []
+    monkeypatch.setattr(coverage, "keep_line", lambda line: not kept.append(line))
+    monkeypatch.setenv("EVERSTEP_JOB", "vit")
+    model = nn.SyncBatchNorm.convert_sync_batchnorm(ConvNet())
+    (line,) = lines_of(caplog, "light", setup_of(model=model, teacher=mlp().requires_grad_(False)))
+    assert line == "audits (light) check 4 of 8 modules, 2 gaps; list: everstep logs vit --launcher"
+    assert kept[0].startswith("audits (light): 4 of 8 modules with parameters are not checked: model.layers.0.norm")
+
+
 def test_line_names_modules_with_their_reasons(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.SyncBatchNorm.convert_sync_batchnorm(ConvNet())
     (line,) = lines_of(caplog, "light", setup_of(model=model, teacher=mlp().requires_grad_(False)))

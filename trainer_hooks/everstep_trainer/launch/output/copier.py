@@ -138,6 +138,10 @@ class OutputCopier:
         """Show a line of the launcher's own on stderr, after all output that ranks wrote before."""
         self._order(lambda: self._screen.stderr.write_line(line.encode(errors="replace") + b"\n"))
 
+    def note_echo(self) -> None:
+        """Note that the terminal has shown a key, such as ``^C``, where the cursor was."""
+        self._order(self._screen.stderr.note_echo)
+
     def keep_line(self, line: str) -> None:
         """Add a line to the launcher's log."""
         lines, at = line.encode(errors="replace").split(b"\n"), self._clock.wall()

@@ -48,6 +48,13 @@ class LauncherLog(logging.Handler):
         else:
             self.copier.show_line(f"{PROGRAM_PREFIX}{text}")
 
+    def note_echo(self) -> None:
+        """Note that the terminal has shown ``^C`` where the cursor was."""
+        if self.copier is None:
+            self.screen.stderr.note_echo()
+        else:
+            self.copier.note_echo()
+
     def attach(self, copier: OutputCopier | None) -> None:
         """Let a copier write from now on, or again this handler itself."""
         self.copier = copier

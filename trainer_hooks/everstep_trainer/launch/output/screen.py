@@ -33,6 +33,10 @@ class Target:
             return
         self.is_inside_line = not data.endswith(b"\n")
 
+    def note_echo(self) -> None:
+        """Note that a terminal has echoed a key: the next line of Everstep begins below."""
+        self.is_inside_line = self.is_inside_line or os.isatty(self.descriptor)
+
     def write_line(self, line: bytes) -> None:
         """Write a line with its end; end an unfinished line first, which stays visible."""
         self.write(b"\n" + line if self.is_inside_line else line)
