@@ -81,7 +81,8 @@ def run_script(descriptors: tuple[int, ...], *, script: str, module: bool, argum
     os.environ[WORKER_PID_VARIABLE] = str(os.getpid())
     os.environ[STARTED_AT_VARIABLE] = repr(perf_counter())
     for stream, descriptor in zip((sys.stdout, sys.stderr), outputs, strict=False):
-        os.dup2(descriptor, stream.fileno())
+        if stream is not None:  # else its number is another file's in the whole program
+            os.dup2(descriptor, stream.fileno())
         os.close(descriptor)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a killed process loses what it buffered: keep that to one line

@@ -321,6 +321,8 @@ class PrivateServices:
             self._services.append(controller)
             address = await controller.start(lambda last: controller_command(run_dir, last or listen, network))
             self._url = self._url or f"http://{address}"
+            if network.controller is not None:
+                log.debug("this is the first node of job %s: its controller listens at %s", self._name, self._url)
         agent = PrivateService("agent", logs / f"{self._name}.agent.log", run_dir / "agent" / "agent.json", self._clock)
         self._services.append(agent)
         await agent.start(lambda _: _agent_command(run_dir, self._url, self._linger_s, network))

@@ -296,7 +296,8 @@ class OutputCopier:
         channel.target.write(b"".join(label + line + b"\n" for line in lines))
 
     def _log_loss(self, target: Target) -> None:
-        if target.error is not None and target.descriptor not in self._lost:
+        error = target.error
+        if error is not None and error.errno != errno.EBADF and target.descriptor not in self._lost:
             self._lost.add(target.descriptor)
             log.warning("output of ranks is no longer shown: %s", target.error)
 

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import select
+import sys
 
 STDOUT, STDERR = 1, 2
 
@@ -17,10 +18,10 @@ class Target:
         is_inside_line: The last byte written was not the end of a line, as with a progress bar.
     """
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, *, is_closed: bool = False) -> None:
         self.descriptor = descriptor
         self.is_inside_line = False
-        self.error: OSError | None = None
+        self.error: OSError | None = OSError(errno.EBADF, "it was closed at the start") if is_closed else None
 
     def write(self, data: bytes) -> None:
         """Write everything; after an error nothing is written any more."""
@@ -46,7 +47,9 @@ class Screen:
     """The targets of stdout and stderr, which are one if both go to the same place."""
 
     def __init__(self, stdout: int = STDOUT, stderr: int = STDERR) -> None:
-        out, err = Target(stdout), Target(stderr)
+        # Of a program that was started without stdout or stderr, the descriptor is another file by now.
+        out = Target(stdout, is_closed=stdout == STDOUT and sys.__stdout__ is None)
+        err = Target(stderr, is_closed=stderr == STDERR and sys.__stderr__ is None)
         self.is_one = _is_same_file(stdout, stderr)
         self.stdout, self.stderr = (err, err) if self.is_one else (out, err)
 
