@@ -11,12 +11,14 @@ import traceback
 from datetime import timedelta
 from time import perf_counter
 
+from everstep.chaos.targets import JOB_VARIABLE
 from everstep_trainer.launch.forking.process_setup import (
     NOTICE_SIGNALS,
     keep_freed_memory,
     raise_oom_score,
     set_process_name,
 )
+from everstep_trainer.launch.forking.process_title import set_first_title
 from everstep_trainer.launch.output.marks import mark_warnings
 from everstep_trainer.runtime.assignment import (
     CONTROL_FD_VARIABLE,
@@ -77,6 +79,9 @@ def run_script(descriptors: tuple[int, ...], *, script: str, module: bool, argum
     control, *outputs = descriptors
     local_rank = os.environ.get(LOCAL_RANK_VARIABLE)
     set_process_name("everstep-spare" if local_rank is None else f"everstep-rank{local_rank}")
+    static_rank = os.environ.get("RANK")  # of a single node
+    role = "standby" if local_rank is None else f"rank {static_rank}" if static_rank else f"local rank {local_rank}"
+    set_first_title(role, os.environ.get(JOB_VARIABLE, ""), script)
     os.environ[CONTROL_FD_VARIABLE] = str(control)
     os.environ[WORKER_PID_VARIABLE] = str(os.getpid())
     os.environ[STARTED_AT_VARIABLE] = repr(perf_counter())

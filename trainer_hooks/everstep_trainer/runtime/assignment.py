@@ -20,6 +20,7 @@ from everstep.ids import split_address
 from everstep.wire.v1.training import GenerationSpec, Member
 from everstep_trainer.launch.forking.fork_messages import ControlChannel, Promote, ReachedMain
 from everstep_trainer.launch.forking.process_setup import StandbyMemory, set_process_name, warm_up_torch
+from everstep_trainer.launch.forking.process_title import change_title
 from everstep_trainer.launch.job_cache import RecordedImportLoader, cache_folder
 
 CONTROL_FD_VARIABLE = "EVERSTEP_CONTROL_FD"
@@ -112,6 +113,7 @@ def _wait_for_promotion(control: ControlChannel[Promote]) -> int:
     promote, _ = received
     os.environ[LOCAL_RANK_VARIABLE] = str(promote.local_rank)
     set_process_name(f"everstep-rank{promote.local_rank}")
+    change_title(f"local rank {promote.local_rank}")  # until a generation gives it a rank
     return promote.local_rank
 
 

@@ -24,6 +24,7 @@ from everstep.wire.v1.directives import StopJob
 from everstep.wire.v1.local import ConnectionRole, Hello, Welcome
 from everstep.wire.v1.training import CollectiveFailed, GenerationSpec, Member, RankFinished, UserError
 from everstep_trainer.config import HookSettings
+from everstep_trainer.launch.forking.process_title import change_title
 from everstep_trainer.launch.job_cache import ImportRecorder, cache_folder
 from everstep_trainer.memory_tier.tier import MemoryTier
 from everstep_trainer.memory_tier.vault_client import VaultClient
@@ -247,10 +248,12 @@ class Worker:
             member = order.member_at(self._welcome.node, self._local_rank)
             parked = member is None
             if member is None:
+                change_title("standby")
                 message = "generation %d continues without this process, which stays on standby"
                 logger.info(message, number, extra=self._extra(order))
             else:
                 self._timeline.end("wait")
+                change_title(f"rank {member.rank}")
                 self._take_part(order, member, train)
 
     def _next_directive(self, number: int, is_parked: bool) -> GenerationSpec | StopJob:

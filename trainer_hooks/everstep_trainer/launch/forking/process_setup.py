@@ -18,7 +18,7 @@ from everstep.processes import status_field
 
 # ---- process: name, signals and group
 
-_PR_SET_NAME = 15
+_PR_SET_NAME, _PR_GET_NAME = 15, 16
 OOM_SCORE_ADJUSTMENT = 500
 _libc = ctypes.CDLL(None)
 
@@ -26,6 +26,13 @@ _libc = ctypes.CDLL(None)
 def set_process_name(name: str) -> None:
     """Set the name in top and ``ps -o comm`` (15 characters), since forks share their server's command line."""
     _libc.prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
+
+
+def process_name() -> str:
+    """Return the name that ``set_process_name`` sets."""
+    name = ctypes.create_string_buffer(16)
+    _libc.prctl(_PR_GET_NAME, name, 0, 0, 0)
+    return name.value.decode(errors="replace")
 
 
 def reset_signals() -> None:
