@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import os
 import pty
 import re
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from everstep.layout.kept_output import kept_outputs, last_lines
+from everstep.processes import read_processes
 from tests.support.launched import DEADLINE_S, LAUNCH, PATIENT, ROOT, launched
 
 pytestmark = pytest.mark.slow
@@ -151,6 +153,7 @@ def test_nothing_follows_the_receipt_at_ctrl_c(folder: Path, times: int) -> None
     with terminal(folder, "--nproc-per-node", "2", "train.py", "100000") as shown:
         shown.read_until(r"terminal: True True")
         shown.read_until(r"steps/s")  # the live line
+        titles = sorted(title for title in titles_below(shown.process.pid) if title.startswith("everstep: "))
         shown.press_ctrl_c()
         if times == 2:
             shown.read_until(r"a second signal ends at once")
@@ -162,3 +165,22 @@ def test_nothing_follows_the_receipt_at_ctrl_c(folder: Path, times: int) -> None
     assert all(line.startswith(("everstep-launch: ", "everstep: ")) for line in own), own
     for noise in ("Traceback", "KeyboardInterrupt", "resource_tracker"):
         assert noise not in shown.text
+    if importlib.util.find_spec("setproctitle") is not None:
+        named = [re.sub(r"train-\w+", "JOB", title) for title in titles]
+        assert named == [f"everstep: {role} of JOB (train.py)" for role in ("rank 0", "rank 1", "standby")]
+
+
+def titles_below(pid: int) -> list[str]:
+    processes = read_processes()
+    found = [pid]
+    for one in found:
+        found += [process.pid for process in processes.values() if process.parent == one]
+    return [" ".join(processes[one].arguments).rstrip("\0") for one in found if one in processes]
+
+
+def test_launcher_without_stdout_runs_its_script(short_path: Path) -> None:
+    (short_path / "plain.py").write_text("import sys; print('shown', sys.stdout is None, file=sys.stderr)")
+    command = f"exec {sys.executable} -m everstep_trainer.launch --standbys 0 --state-dir state plain.py >&-"
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(["sh", "-c", command], cwd=short_path, env=environ, stderr=subprocess.PIPE, check=True)
+    assert done.stderr.decode().splitlines()[-1] == "shown False"

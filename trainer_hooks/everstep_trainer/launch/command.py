@@ -104,8 +104,19 @@ def everstep_launch(
 
 def main() -> None:
     """Run the command and end the process."""
+    _open_standard_files()
     continue_below_init()
     app(prog_name="everstep-launch", obj=os.getppid())
+
+
+def _open_standard_files() -> None:
+    """Open /dev/null in place of a closed stdin, stdout or stderr, so that nothing else gets their numbers."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)  # gets the lowest number
+            os.set_inheritable(opened, True)
 
 
 async def _run(options: LaunchOptions, shown: LauncherLog) -> LauncherOutcome:
