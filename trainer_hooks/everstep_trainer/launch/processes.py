@@ -202,14 +202,15 @@ class WorkerProcesses:
         options = self._options
         script: dict[str, Any] = {"script": options.script, "module": options.module}
         if not options.torchrun_script:
-            return script | {"arguments": list(options.arguments)}
+            return script | {"arguments": list(options.arguments), "name": options.script}
         command = script | {
             "arguments": list(options.arguments),
             "address": self.address[0],
             "grace_s": options.grace_s,
             "max_restarts": options.max_script_restarts or 0,
         }
-        return {"script": TORCHRUN_SCRIPT_MODULE, "module": True, "arguments": [msgspec.json.encode(command).decode()]}
+        arguments = [msgspec.json.encode(command).decode()]
+        return {"script": TORCHRUN_SCRIPT_MODULE, "module": True, "arguments": arguments, "name": options.script}
 
     def promote(self, serial: int, local_rank: int) -> None:
         """Give a standby its local rank. If it has just died, its exit event follows."""
