@@ -1,16 +1,19 @@
 """Define where launchers keep their log and the newest output of their ranks on this machine, and read it.
 
-Each launcher has a folder ``output/JOB@...`` in its state directory. It is closed to other users, and locked while the
-launcher runs. A line in a file is the time in seconds, a space, and the text.
+Each launcher has a folder ``output/JOB@HOST-...`` in its state directory. It is closed to other users, and locked while
+the launcher runs. Hosts may share the directory, whose locks may hold on one host only. A line in a file is the time in
+seconds, a space, and the text.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import os
 import re
 import shutil
+import socket
 import stat
 import tempfile
 from collections import deque
@@ -30,7 +33,7 @@ LAUNCHER_FILE = "launcher.log"
 OLDER = ".1"
 """Suffix of the file that was full before the present one."""
 MAX_FOLDERS = 20
-"""Folders of ended launchers that are kept: the newest."""
+"""Folders of ended launchers of one host that are kept: the newest."""
 MAX_ABOUT_BYTES = 1 << 20
 _LINE = re.compile(rb"(\d+\.\d+) (.*)")
 
@@ -97,7 +100,7 @@ def rank_file(local_rank: int) -> str:
 
 
 def make_output_folder(state_dir: Path, about: AboutOutput) -> tuple[Path, int]:
-    """Make the folder of a launcher, and remove the oldest ones of ended launchers.
+    """Make the folder of a launcher, and remove the oldest ones of ended launchers of this host.
 
     Returns:
         The folder, and the descriptor of its lock, which ends with the launcher.
@@ -107,8 +110,9 @@ def make_output_folder(state_dir: Path, about: AboutOutput) -> tuple[Path, int]:
     """
     parent = state_dir / FOLDER
     make_private_directories(parent)
-    _prune(parent)
-    folder = Path(tempfile.mkdtemp(prefix=f"{about.job}@", dir=parent))  # 0700
+    host = re.sub(r"[^A-Za-z0-9.]", "", socket.gethostname())
+    _prune(parent, host)
+    folder = Path(tempfile.mkdtemp(prefix=f"{about.job}@{host}-", dir=parent))  # 0700
     lock = os.open(folder / LOCK_FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
     write_about(folder, about)
@@ -120,8 +124,10 @@ def write_about(folder: Path, about: AboutOutput) -> None:
     write_private(folder / ABOUT_FILE, msgspec.json.encode(about))
 
 
-def _prune(parent: Path) -> None:
-    ended = [each for each in kept_outputs(parent.parent) if not each.is_running]
+def _prune(parent: Path, host: str) -> None:
+    own = filter(None, map(_read, parent.glob(f"*@{host}-*")))
+    ended = [each for each in own if not each.is_running]
+    ended.sort(key=lambda each: each.about.started_at, reverse=True)
     for each in ended[MAX_FOLDERS:]:
         shutil.rmtree(each.path, ignore_errors=True)
 
@@ -131,7 +137,7 @@ def _prune(parent: Path) -> None:
 
 def kept_outputs(state_dir: Path, job: str = "") -> list[KeptOutput]:
     """Return the folders of a job's launchers, or of all jobs', the newest first. Those of other users are left out."""
-    found = (_read(path) for path in (state_dir / FOLDER).glob("*@*"))
+    found = (_read(path) for path in (state_dir / FOLDER).glob(f"{glob.escape(job) or '*'}@*"))
     fitting = [each for each in found if each is not None and job in ("", each.about.job)]
     return sorted(fitting, key=lambda each: each.about.started_at, reverse=True)
 

@@ -30,6 +30,16 @@ def test_only_folders_of_ended_launchers_are_removed(tmp_path: Path, monkeypatch
     os.close(held)
 
 
+def test_folders_of_other_hosts_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A home may be shared by hosts whose locks do not reach each other."""
+    monkeypatch.setattr(kept_output, "MAX_FOLDERS", 0)
+    for host in ("a-1", "a-2", "a"):
+        monkeypatch.setattr(kept_output.socket, "gethostname", lambda host=host: host)
+        _, lock = make_output_folder(tmp_path, AboutOutput(job=host, started_at=0.0))
+        os.close(lock)
+    assert sorted(each.about.job for each in kept_outputs(tmp_path)) == ["a", "a-1", "a-2"]
+
+
 def test_folder_is_closed_to_others_and_foreign_ones_are_left_out(tmp_path: Path) -> None:
     folder, lock = make_output_folder(tmp_path, AboutOutput(job="j", started_at=0.0))
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700

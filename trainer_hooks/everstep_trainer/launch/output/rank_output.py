@@ -59,6 +59,8 @@ class RankOutput:
 
     def _write(self, about: AboutOutput) -> None:
         assert self._folder is not None
+        if about is not self._about:  # a newer one is written instead
+            return
         try:
             write_about(self._folder, about)
         except OSError as error:
