@@ -128,7 +128,7 @@ def test_first_node_ending_in_order_ends_the_job_for_all(nodes: TwoNodes) -> Non
         first.process.send_signal(signal.SIGTERM)
         assert first.wait() == 128 + signal.SIGTERM
         assert second.wait() == 1
-    assert "the first node's launcher ended: interrupted" in second.err
+    assert "the first node's launcher ended: ended by SIGTERM" in second.err
 
 
 @pytest.mark.nightly
