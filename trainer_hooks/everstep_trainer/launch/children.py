@@ -19,7 +19,7 @@ from everstep_trainer.launch.forking.process_setup import (
     set_process_name,
 )
 from everstep_trainer.launch.forking.process_title import set_first_title
-from everstep_trainer.launch.output.marks import mark_warnings
+from everstep_trainer.launch.output.marks import mark_warnings, show_line
 from everstep_trainer.runtime.assignment import (
     CONTROL_FD_VARIABLE,
     LOCAL_RANK_VARIABLE,
@@ -113,7 +113,7 @@ def execute_script(script: str, *, module: bool, arguments: list[str]) -> None:
         raise
     except KeyboardInterrupt as error:  # Ctrl-C ends all ranks: a line of each is enough
         name = "a standby" if local_rank is None else f"local rank {local_rank}"
-        print(f"everstep: {name} was interrupted at {_script_line(error)}", file=sys.stderr)
+        show_line(f"{name} was interrupted at {_script_line(error)}")
         raise SystemExit(130) from None
     except BaseException as error:  # noqa: BLE001 - what the interpreter itself does at the end of a script
         _show(error)

@@ -26,6 +26,7 @@ from everstep.wire.v1.training import CollectiveFailed, GenerationSpec, Member, 
 from everstep_trainer.config import HookSettings
 from everstep_trainer.launch.forking.process_title import change_title
 from everstep_trainer.launch.job_cache import ImportRecorder, cache_folder
+from everstep_trainer.launch.output.marks import show_line
 from everstep_trainer.memory_tier.tier import MemoryTier
 from everstep_trainer.memory_tier.vault_client import VaultClient
 from everstep_trainer.parallel.replicas import RankContext
@@ -242,7 +243,7 @@ class Worker:
                 if order.ok:
                     return
                 if not launcher_shares_stderr():
-                    show(f"everstep: job {order.job} was stopped: {order.reason}")
+                    show_line(f"job {order.job} was stopped: {order.reason}")
                 raise SystemExit(1)
             number = order.number
             member = order.member_at(self._welcome.node, self._local_rank)

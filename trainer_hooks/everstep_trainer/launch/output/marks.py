@@ -6,6 +6,7 @@ ranks, knows that.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -107,6 +108,15 @@ def keep_line(text: str) -> bool:
         return False
     _write(KEPT_MARK, text)
     return True
+
+
+def show_line(text: str) -> None:
+    """Print a line of Everstep to stderr, if the script has left a usable one; it begins with ``everstep: ``."""
+    with contextlib.suppress(OSError, ValueError):
+        if is_copied():
+            _write(SHOWN_MARK, text)
+        else:
+            print(f"{PREFIX.decode()}{text}", file=sys.stderr, flush=True)
 
 
 class LastResort(logging.Handler):

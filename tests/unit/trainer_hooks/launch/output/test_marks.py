@@ -18,6 +18,7 @@ from everstep_trainer.launch.output.marks import (
     Piece,
     identity,
     keep_line,
+    show_line,
     shown_stderr,
 )
 from hypothesis import given
@@ -65,8 +66,12 @@ def test_warning_is_marked_in_a_copied_stderr(
     handler = LastResort(logging.NullHandler())
     handler.handle(logging.LogRecord("everstep_trainer.x", logging.WARNING, "", 0, "is %d", (3,), None))
     handler.handle(logging.LogRecord("other", logging.WARNING, "", 0, "not ours", (), None))
+    show_line("interrupted")
     assert keep_line("a list")
-    assert capfd.readouterr().err.encode() == SHOWN_MARK + b"is 3\n" + KEPT_MARK + b"a list\n"
+    assert (
+        capfd.readouterr().err.encode()
+        == SHOWN_MARK + b"is 3\n" + SHOWN_MARK + b"interrupted\n" + KEPT_MARK + b"a list\n"
+    )
     assert shown_stderr() == "7:7"
 
 
