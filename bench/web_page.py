@@ -41,7 +41,6 @@ BEAT_S = 20.0
 PAGES_PER_VIEWER = 5
 """Below the limit of event streams that one identity may read."""
 ORDER_EVERY_S = 10.0
-LINK = re.compile(r"(http://[\d.:]+/#\S+)")
 SCRIPT = """
 import time
 import torch
@@ -81,7 +80,7 @@ console = Console(stderr=True)
 
 @contextmanager
 def private_run() -> Iterator[str]:
-    """A launcher with two ranks that train for ever; yields the link that it prints."""
+    """A launcher with two ranks that train for ever; yields the link that `everstep open` prints."""
     with tempfile.TemporaryDirectory(prefix="ev-page-") as name:
         folder = Path(name)
         (folder / "train.py").write_text(SCRIPT)
@@ -91,11 +90,13 @@ def private_run() -> Iterator[str]:
         with log.open("wb") as output:
             launcher = subprocess.Popen(command, cwd=folder, stderr=output, stdout=output, start_new_session=True)
         try:
-            while (found := LINK.search(log.read_text())) is None:
+            opening = [str(Path(sys.executable).with_name("everstep")), "open", "page"]
+            opening += ["--state-dir", str(folder / "state")]
+            while (answer := subprocess.run(opening, capture_output=True, text=True)).returncode:
                 if launcher.poll() is not None:
                     raise SystemExit(log.read_text())
-                time.sleep(0.05)
-            yield found[1]
+                time.sleep(0.2)
+            yield answer.stdout.strip()
         finally:
             with suppress(ProcessLookupError):
                 launcher.send_signal(signal.SIGTERM)
