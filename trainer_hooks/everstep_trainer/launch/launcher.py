@@ -295,6 +295,7 @@ class Launcher:
         self._preloaded = False
         self._early_losses_left = MAX_EARLY_FORK_SERVER_DEATHS
         self._was_preloaded = False
+        self._has_fork_server = True
         self._stopping: LauncherOutcome | None = None
         self._ending: LauncherOutcome | None = None  # set by the first signal
         self._ranks_were_cut = False  # after it, a rank did not end with status 0
@@ -323,7 +324,7 @@ class Launcher:
 
     async def leave(self, detail: str, *, at_once: bool = False) -> None:
         """Send SIGTERM to all workers and say goodbye; those left after the grace time, or ``at_once``, are killed."""
-        if self._pool.living_workers() and self._ending is None and not at_once:
+        if self._pool.living_workers() and self._has_fork_server and self._ending is None and not at_once:
             self._tell_leaving(detail)
             self._processes.signal(self._pool.living_workers(), signal.SIGTERM)
             try:
@@ -510,6 +511,7 @@ class Launcher:
             # An error at the first start is the environment's, and does not pass; a kill for want of memory may.
             may_pass = self._was_preloaded or self._processes.was_fork_server_killed()
             if self._early_losses_left == 0 or not may_pass:
+                self._has_fork_server = False
                 return LauncherOutcome(1, "the fork server ended before it was ready; see its output above")
             self._early_losses_left -= 1
         if self._stopping is not None:
