@@ -24,7 +24,7 @@ from everstep_trainer.runtime.assignment import (
     TORCHRUN_SCRIPT_VARIABLE,
     current_assignment,
     leave_environment,
-    started_by_rank,
+    parent_rank,
     wait_for_local_rank,
 )
 from everstep_trainer.runtime.generation_session import TrainingSession
@@ -79,7 +79,7 @@ def main(train: TrainingFunction, *, settings: HookSettings | None = None, clock
     elif dist.is_available() and dist.is_initialized():
         nccl = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
         _run_in_group(train, torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu"))
-    elif (rank := started_by_rank()) is not None:
+    elif (rank := parent_rank()) is not None:
         _run_below_rank(train, rank)
     elif "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         _run_under_torchrun(train, settings)

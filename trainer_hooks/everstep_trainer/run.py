@@ -686,7 +686,7 @@ class Run:
             nodes=self._session.nodes,
             device=self.device,
             objects=objects,
-            replicated=tuple(self._parallelism.replicated),
+            ddp_wrappers=tuple(self._parallelism.ddp_wrappers),
             has_replica_per_rank=self._replicas.has_replica_per_rank,
             report=self._report_mismatch,
             keep_wrong_product=self._session.keep_wrong_product,

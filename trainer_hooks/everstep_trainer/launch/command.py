@@ -19,7 +19,7 @@ from everstep.errors import ConfigurationError, exit_on_errors
 from everstep.parent_process import die_with_parent
 from everstep.printable_text import escape_control
 from everstep.system_clock import SYSTEM_CLOCK
-from everstep_trainer.launch.init_process import continue_below_init
+from everstep_trainer.launch.init_process import continue_in_child_of_init
 from everstep_trainer.launch.interruption import EndingSignals
 from everstep_trainer.launch.launcher import LauncherOutcome, ended_by_signal, launch
 from everstep_trainer.launch.options import (
@@ -105,7 +105,7 @@ def everstep_launch(
 def main() -> None:
     """Run the command and end the process."""
     _open_standard_files()
-    continue_below_init()
+    continue_in_child_of_init()
     app(prog_name="everstep-launch", obj=os.getppid())
 
 

@@ -14,7 +14,7 @@ _SENT_BY_KERNEL = 0x80
 _FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL, signal.SIGTRAP}
 
 
-def continue_below_init() -> None:
+def continue_in_child_of_init() -> None:
     """Return in a child if this is process 1, which ends with the child's status; else return at once.
 
     Call it before any thread starts.

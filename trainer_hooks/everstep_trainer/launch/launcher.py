@@ -443,7 +443,7 @@ class Launcher:
                     log.warning("a rank did not end within --grace-s %g; killing it", self._options.grace_s)
                     self._processes.signal([event.serial], signal.SIGKILL)
             case ScriptGraceOver():
-                self._processes.signal(self._pool.workers_before(event.number), signal.SIGKILL)
+                self._processes.signal(self._pool.workers_to_end_before(event.number), signal.SIGKILL)
             case StopJob():
                 self.is_paused = event.keeps_checkpoints
                 return self._stop(LauncherOutcome(0 if event.ok else 1, event.reason))

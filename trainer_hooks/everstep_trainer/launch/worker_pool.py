@@ -229,7 +229,7 @@ class WorkerPool:
         """Return the serial numbers of living active workers, with their local ranks."""
         return {w.serial: w.local_rank for w in self._workers.values() if w.local_rank is not None}
 
-    def workers_before(self, script_restart: int) -> list[int]:
+    def workers_to_end_before(self, script_restart: int) -> list[int]:
         """Return the workers that have to end before this restart of the script; none if it has begun."""
         return list(self.active_workers()) if self._is_script_ending and self.script_restarts == script_restart else []
 

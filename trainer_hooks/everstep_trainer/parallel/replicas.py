@@ -252,7 +252,7 @@ class StepParallelism:
         self._exact: ExactMode | None = None
         self._replica_sync = ReplicaSync()
         self._equal_already = context.will_restore
-        self.replicated: list[nn.Module] = []
+        self.ddp_wrappers: list[nn.Module] = []
         """The wrappers that ``replicate`` made."""
 
     def step_finished(self) -> None:
@@ -268,7 +268,7 @@ class StepParallelism:
             return model
         replicas = replicate(model, exact=exact, equal_already=self._equal_already, on_wait=self._on_wait, **options)
         self._replica_sync.add_model(model, replicas.process_group, ignored=replicas.parameters_to_ignore)
-        self.replicated.append(replicas)
+        self.ddp_wrappers.append(replicas)
         return replicas
 
     def make_exact(self, model: nn.Module) -> None:

@@ -128,7 +128,7 @@ def enter_environment(spec: GenerationSpec, member: Member) -> None:
         os.unsetenv(name)  # os.environ keeps it, for the code of this process
 
 
-def started_by_rank() -> str | None:
+def parent_rank() -> str | None:
     """Return the number of the rank that started this program, or the one above it; None if no rank did.
 
     A launcher in between, such as torchrun, gives the program a place in another run.

@@ -44,7 +44,7 @@ class AuditSetup(msgspec.Struct, frozen=True, kw_only=True):
     device: torch.device
     objects: Mapping[str, object]
     """The tracked objects by name."""
-    replicated: tuple[nn.Module, ...] = ()
+    ddp_wrappers: tuple[nn.Module, ...] = ()
     """The wrappers of ``run.replicate``; a script may track the model inside instead."""
     has_replica_per_rank: bool
     """Every rank computes the whole model, on its own samples."""

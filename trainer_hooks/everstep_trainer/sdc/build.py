@@ -48,7 +48,7 @@ def build_chain(
     """
     makers = dict(AUDITS)
     if setup.world_size > 1 and {audit.link for audit in GRADIENT_AUDITS} & options.keys():
-        tap = GradientTap([*setup.objects.values(), *setup.replicated], setup.world_size)
+        tap = GradientTap([*setup.objects.values(), *setup.ddp_wrappers], setup.world_size)
         makers |= {audit.link: partial(audit, tap=tap) for audit in GRADIENT_AUDITS}
     audits = [makers[link](setup) for link in AuditLink if link in options and link in makers]
     if not audits:

@@ -23,8 +23,8 @@ pytestmark = pytest.mark.skipif(_cannot(), reason="this machine makes no namespa
 
 BEGIN = """
 import os, pathlib, signal, subprocess, sys
-from everstep_trainer.launch.init_process import continue_below_init
-continue_below_init()
+from everstep_trainer.launch.init_process import continue_in_child_of_init
+continue_in_child_of_init()
 """
 
 

@@ -165,14 +165,14 @@ def test_plain_script_restarts_once_all_ranks_have_ended() -> None:
     assert restart.serials == (1,)
     assert "local rank 1 (pid 102) ended with SIGKILL" in restart.sentence
     assert "restart 1 of 1" in restart.sentence
-    assert pool.workers_before(1) == [1]
+    assert pool.workers_to_end_before(1) == [1]
     assert pool.handle_exit(1, 101, None, int(signal.SIGTERM), 0.0) == [
         StartWorker(4, 0),
         StartWorker(5, 1),
         StartWorker(6, 2),
     ]
     assert pool.script_restarts == 1
-    assert pool.workers_before(1) == []
+    assert pool.workers_to_end_before(1) == []
 
 
 def test_plain_script_of_one_rank_restarts_at_once() -> None:

@@ -10,7 +10,7 @@ from everstep_trainer.runtime.assignment import (
     current_assignment,
     enter_environment,
     leave_environment,
-    started_by_rank,
+    parent_rank,
     torchrun_environment,
     wait_for_local_rank,
 )
@@ -87,18 +87,18 @@ def test_child_programs_do_not_get_the_rendezvous(environment: pytest.MonkeyPatc
 
 
 def test_child_of_a_rank_knows_and_forgets_its_place(environment: pytest.MonkeyPatch) -> None:
-    assert started_by_rank() is None
+    assert parent_rank() is None
     environment.setenv(RANK_PID_VARIABLE, "1")
-    assert started_by_rank() == "1"
+    assert parent_rank() == "1"
     leave_environment()
-    assert started_by_rank() is None
+    assert parent_rank() is None
     assert not os.environ.keys() & torchrun_environment(*_first_member()).keys()
 
 
 def test_child_under_its_own_torchrun_keeps_its_place(environment: pytest.MonkeyPatch) -> None:
     environment.setenv(RANK_PID_VARIABLE, "1")
     environment.setenv("TORCHELASTIC_RUN_ID", "another")
-    assert started_by_rank() is None
+    assert parent_rank() is None
 
 
 def _first_member() -> tuple[GenerationSpec, Member]:

@@ -441,7 +441,7 @@ def tracked_inside(rank: int, world: int) -> list[str]:
     """Return the gaps of the audits of gradients, of a script that tracks the model and not its wrapper."""
     model = nn.Linear(16, 4)
     wrapper = replicate(model, exact=True, equal_already=True)
-    setup = msgspec.structs.replace(setup_of(print, rank, world), objects={"model": model}, replicated=(wrapper,))
+    setup = msgspec.structs.replace(setup_of(print, rank, world), objects={"model": model}, ddp_wrappers=(wrapper,))
     chain = build_chain(link_options("standard", is_sharded=False), setup, 1, lambda step: None)
     return [gap for audit in chain._audits if isinstance(audit, GRADIENT_AUDITS) for gap in audit.gaps()]
 
