@@ -347,6 +347,7 @@ def test_job_view_marks_a_regroup_as_it_happens(live: Live, browser: Any) -> Non
         before = page.locator("#recoveries a").count()
         seated = page.locator(".heat canvas")
         seated.wait_for()
+        page.locator("#ranks code", has_text="everstep logs gpt --rank ").wait_for()
         one.check()
         live.kill_rank()
         page.locator("#recoveries a").nth(before).wait_for(timeout=60_000)
@@ -408,7 +409,7 @@ def test_finding_shows_rule_evidence_and_ladder(live: Live, browser: Any) -> Non
         card.get_by_text("n3 waits for a person: its next step is manual: reboot node").wait_for()
         text = card.inner_text()
         assert "n3 (GPU 0)" in text
-        assert "evicted" in text
+        assert re.search(r"What was done\s+\+", text)
         assert "no person is needed" not in text
         one.forget_shifts()  # what is new stands above what is old
 

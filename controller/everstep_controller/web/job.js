@@ -129,6 +129,7 @@ function RankHeat({ job }) {
       <span><i style=${{ background: "var(--late)" }}></i>late: busy over 1.3 × the median</span>${silent.length > 0 && html`<span><i style=${{ background: "var(--silent)" }}></i>no progress reported</span>`}
       <span>rank 0 above, newest at the right</span></p>
     <p>${said}</p>
+    <p class="dim">On a rank's node, <code>everstep logs ${job.name} --rank ${one ? one.rank : "RANK"}</code> prints its output.</p>
   </div>`;
 }
 
