@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from everstep.cli.context import ConnectionOptions, reporting_errors, state_dir
+from everstep.cli.context import ConnectionOptions, error_console, reporting_errors, state_dir
 from everstep.client import Client
 from everstep.errors import ConfigurationError, EverstepError
 from everstep.layout.kept_output import LAUNCHER_FILE, FollowedFile, KeptLine, KeptOutput, kept_outputs, last_lines
@@ -52,7 +52,10 @@ def logs(
             raise ConfigurationError(_where_else(context.obj, folder, job, rank, outputs))
         has_labels = rank is None and not launcher
         followed = [FollowedFile(label, path) for label, path in files] if follow else []
-        _print(last_lines(files, lines), has_labels=has_labels)
+        newest = last_lines(files, lines)
+        _print(newest, has_labels=has_labels)
+        if not newest and lines and not follow:
+            error_console.print("nothing was printed yet", style="dim")
         try:
             for found in _follow(outputs, followed):
                 _print(found, has_labels=has_labels)

@@ -85,9 +85,12 @@ class KeptOutput(msgspec.Struct, frozen=True):
         return False
 
     def files(self) -> dict[int, Path]:
-        """Return the files of ranks, by global rank; before the first generation, or without one, by local rank."""
+        """Return the files of ranks, by global rank; before the first generation, or without one, by local rank.
+
+        A rank that has printed nothing has no file yet.
+        """
         found = (re.fullmatch(r"local-rank-(\d+)\.log", file.name) for file in self.path.iterdir())
-        local_ranks = [int(match[1]) for match in found if match is not None]
+        local_ranks = {int(match[1]) for match in found if match is not None} | self.about.ranks.keys()
         return {self.about.ranks.get(each, each): self.path / rank_file(each) for each in sorted(local_ranks)}
 
 

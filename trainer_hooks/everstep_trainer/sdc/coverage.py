@@ -51,11 +51,15 @@ class Coverage:
         if line in _said:
             return
         _said.add(line)
-        log.warning("%s", self.summarize() if keep_line(line) else line)
+        shown = self.summarize() if keep_line(line) else line
+        if shown:
+            log.warning("%s", shown)
 
     def summarize(self) -> str:
-        """Return a short line, which names the command for the list."""
+        """Return a short line, which names the command for the list; empty if the list has what every job has."""
         named, missing, gaps = self._find()
+        if not missing and not gaps:
+            return ""
         checked = f"{len(named) - len(missing)} of {len(named)} modules" if missing else "all modules"
         left = f", {format_count(len(gaps), 'gap')}" if gaps else ""
         job = os.environ.get(JOB_VARIABLE, "JOB")

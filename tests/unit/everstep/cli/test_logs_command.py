@@ -48,6 +48,12 @@ def test_logs_prints_ranks_in_the_order_of_time(environ: dict[str, Any]) -> None
     assert everstep(environ, "logs", "vit", "--launcher").stdout == "generation 1\n"
 
 
+def test_logs_of_a_silent_rank_says_so(environ: dict[str, Any], launcher: Path) -> None:
+    (launcher / rank_file(1)).unlink()
+    result = everstep(environ, "logs", "vit", "--rank", "5")
+    assert (result.exit_code, result.stdout, result.stderr) == (0, "", "nothing was printed yet\n")
+
+
 @pytest.mark.usefixtures("launcher")
 def test_logs_names_the_ranks_that_are_here(environ: dict[str, Any]) -> None:
     result = everstep(environ, "logs", "vit", "--rank", "7")

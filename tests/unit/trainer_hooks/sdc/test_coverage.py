@@ -59,6 +59,7 @@ def test_line_is_short_where_the_launcher_keeps_the_list(
     model = nn.SyncBatchNorm.convert_sync_batchnorm(ConvNet())
     (line,) = lines_of(caplog, "light", setup_of(model=model, teacher=mlp().requires_grad_(False)))
     assert line == "audits (light) check 4 of 8 modules, 2 gaps; list: everstep logs vit --launcher"
+    assert coverage.Coverage("light", [], setup_of()).summarize() == ""
     assert kept[0].startswith("audits (light): 4 of 8 modules with parameters are not checked: model.layers.0.norm")
 
 
