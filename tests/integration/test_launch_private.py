@@ -232,11 +232,11 @@ def test_sigterm_lets_ranks_save_and_writes_the_newest_version(short_path: Path)
         assert launcher.wait() == 128 + signal.SIGTERM
     saved = (short_path / "emergency").read_text()
     assert {(short_path / f"left-{rank}").read_text() for rank in (0, 1)} == {f"{saved} 1"}
-    (folder,) = (short_path / "store" / "calm").iterdir()
+    folder = max((short_path / "store" / "calm").iterdir())  # on a slow machine an earlier version is there, too
     assert (folder / ".metadata").exists()
-    *_, sentence, _, _, _, receipt = launcher.err.splitlines()
-    assert sentence.endswith(f"is saved in {folder}; the same command continues there")
-    assert receipt.startswith("everstep-launch: receipt: ")
+    lines = launcher.err.splitlines()
+    assert any(line.endswith(f"is saved in {folder}; the same command continues there") for line in lines)
+    assert lines[-1].startswith("everstep-launch: receipt: ")
     assert "killing" not in launcher.err
     assert [one.receipt.result for one in stored_receipts(short_path / "state")] == ["interrupted"]
 
