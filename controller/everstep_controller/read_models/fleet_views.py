@@ -49,6 +49,7 @@ class _ResumedRanks(msgspec.Struct):
     restored: Version | None = None
     ranks: set[int] = msgspec.field(default_factory=set)
     phases_s: dict[str, float] = msgspec.field(default_factory=dict)
+    """Those of the slowest rank: while it builds its model, the others wait for it in their restore."""
     finished_step: int | None = None
 
 
@@ -66,8 +67,8 @@ class RecoveryTracker:
         resumed = self._resuming.setdefault((report.job, report.generation), _ResumedRanks())
         resumed.ranks.add(report.rank)
         resumed.restored = report.restored if resumed.restored is None else resumed.restored
-        for phase, seconds in report.phases_s.items():
-            resumed.phases_s[phase] = max(seconds, resumed.phases_s.get(phase, 0.0))
+        if sum(report.phases_s.values()) > sum(resumed.phases_s.values()):
+            resumed.phases_s = dict(report.phases_s)
         if report.finished_step is not None:
             resumed.finished_step = max(report.finished_step, resumed.finished_step or 0)
 

@@ -27,11 +27,29 @@ _OPAQUE = (str, bytes, int, float, torch.Tensor, torch.Generator, type(None))
 
 
 def script_modules() -> Iterator[ModuleType]:
-    """Yield the loaded modules that are the user's own."""
-    for module in list(sys.modules.values()):
-        file = getattr(module, "__file__", None)
-        if isinstance(file, str) and is_script_file(file):
+    """Yield the loaded modules that are the user's own.
+
+    Two thousand modules are loaded: a library is recognized by its top package.
+    """
+    libraries: dict[str, bool] = {}
+    for name, module in list(sys.modules.items()):
+        top = name.partition(".")[0]
+        if top not in libraries:
+            file = _file_of(sys.modules.get(top))
+            libraries[top] = top in sys.stdlib_module_names or (file is not None and not _is_own(file))
+        file = _file_of(module)
+        if not libraries[top] and file is not None and _is_own(file):
             yield module
+
+
+def _file_of(module: object) -> str | None:
+    """Return a module's file; not by ``getattr``, at which lazy modules import what they stand for."""
+    file = getattr(module, "__dict__", {}).get("__file__")
+    return file if isinstance(file, str) else None
+
+
+def _is_own(file: str) -> bool:
+    return is_script_file(file) and os.path.exists(file)
 
 
 def cached_groups(modules: Iterable[ModuleType]) -> list[str]:

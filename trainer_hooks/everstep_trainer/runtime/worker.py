@@ -12,6 +12,7 @@ import re
 import traceback
 from collections.abc import Callable
 from functools import cached_property, partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -213,6 +214,7 @@ class Worker:
         self._imports = None if folder is None else ImportRecorder(folder, assignment.local_rank)
         self._unattributed = UnattributedFailures(settings.max_unattributed_failures)
         self._generations_entered = 0
+        self._script_modules: list[ModuleType] = []
 
     def run(self, train: TrainingFunction) -> None:
         """Take part in generation after generation until the job is stopped; return if it ended well. ``sys.exit()`` in
@@ -320,7 +322,7 @@ class Worker:
             timeline=self._timeline,
             clock=self._clock,
             start_from=self._start_from,
-            on_first_step=self._imports.record if self._imports is not None else bool,  # for standbys
+            on_first_step=self._note_imports,
             tally=self._tally,
         )
         self._listener.on_versions = session.handle_versions
@@ -347,9 +349,16 @@ class Worker:
         session.close()
         return failure
 
+    def _note_imports(self) -> None:
+        """Note what the script has imported, after a first step: for standbys, and for the first regroup."""
+        if self._imports is not None:
+            self._imports.record()
+        if not self._script_modules:
+            self._script_modules = list(script_modules())
+
     def _warn_of_cached_groups(self, spec: GenerationSpec) -> None:
         """Name what the script still holds of the groups of its first generation, once on this node."""
-        if not (names := cached_groups(script_modules())):
+        if not (names := cached_groups(self._script_modules)):
             return
         warning = (
             f"{list_names(names, MAX_SHOWN_NAMES)} holds a process group of an earlier generation, which has ended. "
