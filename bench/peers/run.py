@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = ROOT / "out" / "peers"
 PYTHON = ENVIRONMENT / "bin" / "python"
 PACKAGES = ("torchft==0.2.0", "numpy")
-WORLD, FAULT_STEP, STEPS, PATIENCE_S = 4, 45, 80, 60.0
+WORLD, FAULT_STEP, STEPS, PATIENCE_S = 4, 45, 80, 180.0
 
 
 def install() -> None:
