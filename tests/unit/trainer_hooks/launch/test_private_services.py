@@ -450,14 +450,11 @@ def test_only_the_newest_logs_are_kept(tmp_path: Path, monkeypatch: pytest.Monke
     assert {path.name for path in tmp_path.iterdir()} == {"0.log", "1.log"}
 
 
-def test_joining_node_starts_an_agent_of_its_own_alone(
-    services: PrivateServices, short_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level("INFO")
+def test_joining_node_starts_an_agent_of_its_own_alone(services: PrivateServices, short_path: Path) -> None:
     network = ServiceNetwork(node="n2", controller="https://192.0.2.7:29400", listen=None, authority_seed=b"seed" * 12)
     joining = PrivateServices(short_path / "state", "j", SYSTEM_CLOCK, None, network)
 
-    async def play() -> None:
+    async def play() -> str:
         try:
             agent_socket = await joining.start()
             run_dir = agent_socket.parents[1]
@@ -465,12 +462,13 @@ def test_joining_node_starts_an_agent_of_its_own_alone(
             assert json.loads((run_dir / "agent" / "agent.json").read_text())["address"] == "https://192.0.2.7:29400"
             assert not (run_dir / "controller.json").exists()
             assert not joining.has_controller
+            return joining.how_to_watch()
         finally:
             await joining.end()
 
-    asyncio.run(play())
-    assert "EVERSTEP_CONTROLLER=https://192.0.2.7:29400 EVERSTEP_CA_FILE=" in caplog.text
-    assert "token=" not in caplog.text
+    hint = asyncio.run(play())
+    assert "EVERSTEP_CONTROLLER=https://192.0.2.7:29400 EVERSTEP_CA_FILE=" in hint
+    assert "token=" not in hint
 
 
 def test_services_across_nodes_use_tls_and_own_addresses(tmp_path: Path) -> None:
