@@ -55,7 +55,10 @@ class GradientTap:
         roots = [each for one in objects for each in as_list(one) if isinstance(each, nn.Module)]
         modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
         self.replicas = [module for module in modules if isinstance(module, DistributedDataParallel)]
-        self._is_ordered = bool(self.replicas) and all(_is_exchanged_in_order(one) for one in self.replicas)
+        # Beside sharded modules, readers could not tell whose gradients they are shown.
+        has_shards = any(isinstance(module, FSDPModule) for module in modules)
+        is_ordered = all(_is_exchanged_in_order(one) for one in self.replicas)
+        self._is_ordered = bool(self.replicas) and is_ordered and not has_shards
         self._sharded = [
             module for module in modules if isinstance(module, FSDPModule) and _can_observe(module, world_size)
         ]

@@ -23,6 +23,7 @@ from everstep_trainer.sdc.gradients.gradient_exchange import GradientTap
 from everstep_trainer.sdc.gradients.gradient_norms import WARMUP_STEPS, GradientNorms, _Agreement, _SuspectedStep
 from everstep_trainer.sdc.presets import link_options
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from bench.sdc.judging import Outcome, Statement, judge_all
 from everstep.vocabulary import AuditLink, AuditRole
@@ -448,6 +449,18 @@ def tracked_inside(rank: int, world: int) -> list[str]:
 
 def test_model_tracked_without_its_wrapper_is_covered(kept_ranks):
     assert kept_ranks.call(3, tracked_inside) == [[], [], []]
+
+
+def sharded_beside_replicated(rank: int, world: int) -> list[bool]:
+    """Return what a tap sees of a sharded module beside a replicated head."""
+    body = fully_shard(nn.Linear(16, 16))
+    head = replicate(nn.Linear(16, 4), exact=True, equal_already=True)
+    tap = GradientTap([body, head], world)
+    return [tap.sees_sums, tap.sees_gradients]
+
+
+def test_replicated_head_beside_shards_is_left_out(kept_ranks):
+    assert kept_ranks.call(3, sharded_beside_replicated) == [[False, True]] * 3
 
 
 def unfrozen_layer(rank: int, world: int) -> tuple[list[Mismatch], str]:
