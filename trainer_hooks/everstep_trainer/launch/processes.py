@@ -104,6 +104,21 @@ TORCHRUN_SCRIPT_MODULE = "everstep_trainer.launch.torchrun_script"
 COUNT_SERIAL = -1
 
 
+class ScriptCommand(msgspec.Struct, frozen=True, kw_only=True):
+    """What each rank starts with ``--torchrun-script``. ``address``: this node's, for the other nodes."""
+
+    script: str
+    module: bool
+    arguments: tuple[str, ...]
+    address: str
+    grace_s: float
+    max_restarts: int
+
+    def to_json(self) -> str:
+        """Return this as an argument of the ranks' program."""
+        return msgspec.json.encode(self).decode()
+
+
 class WorkerReachedMain(msgspec.Struct, frozen=True):
     """A worker's script reached ``everstep.main``."""
 
@@ -200,17 +215,19 @@ class WorkerProcesses:
     def _make_arguments(self) -> dict[str, Any]:
         """Return the arguments of ``children.run_script``."""
         options = self._options
-        script: dict[str, Any] = {"script": options.script, "module": options.module}
         if not options.torchrun_script:
-            return script | {"arguments": list(options.arguments), "name": options.script}
-        command = script | {
-            "arguments": list(options.arguments),
-            "address": self.address[0],
-            "grace_s": options.grace_s,
-            "max_restarts": options.max_script_restarts or 0,
-        }
-        arguments = [msgspec.json.encode(command).decode()]
-        return {"script": TORCHRUN_SCRIPT_MODULE, "module": True, "arguments": arguments, "name": options.script}
+            script, module, arguments = options.script, options.module, list(options.arguments)
+        else:
+            command = ScriptCommand(
+                script=options.script,
+                module=options.module,
+                arguments=options.arguments,
+                address=self.address[0],
+                grace_s=options.grace_s,
+                max_restarts=options.max_script_restarts or 0,
+            )
+            script, module, arguments = TORCHRUN_SCRIPT_MODULE, True, [command.to_json()]
+        return {"script": script, "module": module, "arguments": arguments, "name": options.script}
 
     def promote(self, serial: int, local_rank: int) -> None:
         """Give a standby its local rank. If it has just died, its exit event follows."""

@@ -29,23 +29,12 @@ from everstep.processes import has_signal_handler
 from everstep_trainer.config import HookSettings
 from everstep_trainer.launch.children import execute_script
 from everstep_trainer.launch.forking.process_setup import NOTICE_SIGNALS
-from everstep_trainer.launch.processes import TORCHRUN_SCRIPT_MODULE
+from everstep_trainer.launch.processes import TORCHRUN_SCRIPT_MODULE, ScriptCommand
 from everstep_trainer.runtime.assignment import TORCHRUN_SCRIPT_VARIABLE
 
 UNLIMITED_S = 10 * 365 * 86400.0
 LEAVE_MARGIN_S = 5.0
 FORWARDED = (signal.SIGTERM, signal.SIGINT, *NOTICE_SIGNALS)
-
-
-class ScriptCommand(msgspec.Struct, frozen=True, kw_only=True):
-    """What to start on each rank. ``address``: this node's, for the other nodes."""
-
-    script: str
-    module: bool
-    arguments: list[str]
-    address: str
-    grace_s: float
-    max_restarts: int
 
 
 class ScriptFailed(Exception):
@@ -60,18 +49,8 @@ def run_script(command: ScriptCommand, run: everstep.Run) -> None:
     """
     run.seed_step(1)
     run.step_finished()  # a generation has resumed once all ranks have finished a step
-    process = subprocess.Popen(
-        [
-            sys.executable,
-            "-P",
-            "-m",
-            TORCHRUN_SCRIPT_MODULE,
-            "--parent",
-            str(os.getpid()),
-            msgspec.json.encode(command).decode(),
-        ],
-        env=os.environ | _script_environment(command),
-    )
+    argv = [sys.executable, "-P", "-m", TORCHRUN_SCRIPT_MODULE, "--parent", str(os.getpid()), command.to_json()]
+    process = subprocess.Popen(argv, env=os.environ | _script_environment(command, run.rank))
     with _ended_with(process, command.grace_s), run.alone(os.path.basename(command.script), limit_s=UNLIMITED_S):
         status = process.wait()
     if status < 0:
@@ -80,9 +59,9 @@ def run_script(command: ScriptCommand, run: everstep.Run) -> None:
         raise ScriptFailed(f"{command.script} ended with exit status {status}")
 
 
-def _script_environment(command: ScriptCommand) -> dict[str, str]:
+def _script_environment(command: ScriptCommand, rank: int) -> dict[str, str]:
     """Return the variables that differ from those of the rank: a rendezvous of the script's own, at rank 0's node."""
-    place = [command.address, str(_free_port(command.address))]
+    place = [command.address, str(_free_port(command.address))] if rank == 0 else ["", ""]
     dist.broadcast_object_list(place, src=0)
     return {
         "MASTER_ADDR": place[0],
@@ -139,7 +118,7 @@ def main() -> None:
     command = msgspec.json.decode(options.command, type=ScriptCommand)
     if options.parent is not None:
         die_with_parent(options.parent, signal.SIGKILL)
-        execute_script(command.script, module=command.module, arguments=command.arguments)
+        execute_script(command.script, module=command.module, arguments=list(command.arguments))
         return
     logging.getLogger("everstep_trainer.run").setLevel(logging.ERROR)  # "nothing is tracked" is meant for other scripts
     # gloo: a rank itself must not take memory of the GPU that its script uses.

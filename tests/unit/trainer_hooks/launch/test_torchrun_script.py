@@ -13,12 +13,13 @@ import pytest
 PROGRAM = """
 import os, sys, torch.distributed as dist
 import everstep
-from everstep_trainer.launch.torchrun_script import ScriptCommand, run_script
+from everstep_trainer.launch.processes import ScriptCommand
+from everstep_trainer.launch.torchrun_script import run_script
 
 os.environ["MASTER_PORT"] = "0"
 dist.init_process_group("gloo", init_method="file://" + sys.argv[2], rank=0, world_size=1)
 command = ScriptCommand(
-    script=sys.argv[1], module=False, arguments=["--lr", "0.1"], address="127.0.0.1", grace_s=60.0, max_restarts=2
+    script=sys.argv[1], module=False, arguments=("--lr", "0.1"), address="127.0.0.1", grace_s=60.0, max_restarts=2
 )
 everstep.main(lambda run: run_script(command, run))
 print("rank returned", flush=True)

@@ -130,9 +130,8 @@ class OutputCopier:
 
     def assign(self, serial: int, local_rank: int) -> None:
         """Tell which local rank a worker has."""
-        self._local_ranks[serial] = (
-            local_rank  # at once: the worker may have ended before the next order is carried out
-        )
+        # At once: the worker may have ended before the next order is carried out.
+        self._local_ranks[serial] = local_rank
 
     def show_line(self, line: str) -> None:
         """Show a line of the launcher's own on stderr, after all output that ranks wrote before."""
