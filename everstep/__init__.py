@@ -32,11 +32,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from everstep_trainer.base.interrupt import Regroup
     from everstep_trainer.config import HookSettings
     from everstep_trainer.data.sampler import ElasticSampler
     from everstep_trainer.entry_point import main
     from everstep_trainer.run import Run
-    from everstep_trainer.runtime.interrupt import Regroup
     from everstep_trainer.sdc.replay.determinism import unrepeatable_modules
 
 __version__ = "0.1.0"
@@ -45,7 +45,7 @@ __all__ = ["ElasticSampler", "HookSettings", "Regroup", "Run", "main", "unrepeat
 _DEFINED_IN = {
     "ElasticSampler": "everstep_trainer.data.sampler",
     "HookSettings": "everstep_trainer.config",
-    "Regroup": "everstep_trainer.runtime.interrupt",
+    "Regroup": "everstep_trainer.base.interrupt",
     "Run": "everstep_trainer.run",
     "main": "everstep_trainer.entry_point",
     "unrepeatable_modules": "everstep_trainer.sdc.replay.determinism",

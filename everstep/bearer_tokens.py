@@ -9,7 +9,7 @@
 ``login.claims.mac``      a person's login on the web page: role, name and end under the fleet's secret, without a table
 ========================  ==========================================================================================
 
-Give an agent only its own token: whoever holds the fleet's secret can mint any token of the first form.
+Give an agent only its own token: any holder of the fleet's secret can mint any token of the first form.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def epoch_proof(secret: bytes, epoch: int) -> str:
 
 def is_epoch_proof(secrets: Iterable[bytes], epoch: int, proof: str) -> bool:
     """Return whether ``proof`` was made for ``epoch`` under one of the secrets."""
-    return any(hmac.compare_digest(proof.encode(), epoch_proof(one, epoch).encode()) for one in secrets)
+    return any(hmac.compare_digest(proof.encode(), epoch_proof(secret, epoch).encode()) for secret in secrets)
 
 
 def check_secret(secret: bytes) -> bytes:
@@ -107,7 +107,7 @@ def verify_with_secret(secrets: Iterable[bytes], token: str) -> tuple[Identity, 
     role, _, rest = token.partition(":")
     subject, _, mac = rest.rpartition(":")
     given = mac.encode()
-    matching = [one for one in secrets if hmac.compare_digest(given, _mac(one, role, subject).encode())]
+    matching = [secret for secret in secrets if hmac.compare_digest(given, _mac(secret, role, subject).encode())]
     if not subject or not matching:
         raise AuthenticationError(
             "the token does not verify: it was minted under another secret, or is damaged; mint it again with "
@@ -136,7 +136,7 @@ def verify_login(secrets: Iterable[bytes], token: str) -> tuple[Identity, bytes]
     AuthenticationError."""
     claims, _, mac = token[len(LOGIN_PREFIX) :].rpartition(".")
     given = mac.encode()
-    matching = [one for one in secrets if hmac.compare_digest(given, _mac(one, "login", claims).encode())]
+    matching = [secret for secret in secrets if hmac.compare_digest(given, _mac(secret, "login", claims).encode())]
     if not matching:
         raise AuthenticationError("the token does not verify: log in again")
     found = msgspec.json.decode(urlsafe_b64decode(claims + "=" * (-len(claims) % 4)), type=_LoginClaims)

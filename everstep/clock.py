@@ -42,9 +42,6 @@ class ManualClock:
         self._wall += seconds
 
 
-# ---- jittered exponential back-off, pure: the random number is an argument
-
-
 class Backoff(msgspec.Struct, frozen=True):
     """The waits between retries. Full jitter (a uniform draw below an exponential ceiling) spreads a fleet that lost
     its controller at the same instant; the floor keeps one unlucky draw from hammering."""

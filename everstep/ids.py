@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from typing import Annotated, Any
 from urllib.parse import parse_qsl, urlsplit
@@ -13,19 +14,33 @@ def full_match(pattern: str) -> msgspec.Meta:
     r"""Return a constraint for text that matches the whole pattern.
 
     Python's ``$`` lets a newline follow, and a name with one looks like another. A JSON schema's ``$`` does not, and
-    ``\Z`` is unknown there: pass schemas through ``with_portable_patterns``.
+    ``\Z`` is unknown there: pass schemas through ``portable_json_schema``.
     """
     return msgspec.Meta(pattern=rf"^{pattern}\Z")
 
 
-def with_portable_patterns(part: Any) -> Any:
-    """Return a JSON schema, or a part of one, with the patterns of ``full_match`` ended as schemas require."""
+_BOUNDS = frozenset({"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
+"""The keywords of JSON Schema whose values are numbers."""
+
+
+def portable_json_schema(part: Any) -> Any:
+    """Return a JSON schema, or a part of one, as each Python makes it and other programs read it.
+
+    Patterns of ``full_match`` end as schemas require. Descriptions are docstrings without their indentation, which
+    Python removes itself only from 3.13 on. Whole bounds are integers: ``typing`` may answer ``Annotated[float,
+    Meta(ge=0)]`` with the equal ``Meta(ge=0.0)`` of a module that was imported earlier.
+    """
     if isinstance(part, dict):
-        found = {name: with_portable_patterns(value) for name, value in part.items()}
+        found = {name: portable_json_schema(value) for name, value in part.items()}
         if isinstance(pattern := found.get("pattern"), str) and pattern.endswith(r"\Z"):
             found["pattern"] = pattern.removesuffix(r"\Z") + "$"
+        if isinstance(description := found.get("description"), str):
+            found["description"] = inspect.cleandoc(description)
+        for name in _BOUNDS & found.keys():
+            if isinstance(bound := found[name], float) and bound.is_integer():
+                found[name] = int(bound)
         return found
-    return [with_portable_patterns(one) for one in part] if isinstance(part, list) else part
+    return [portable_json_schema(each) for each in part] if isinstance(part, list) else part
 
 
 NAME_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}"
@@ -38,7 +53,7 @@ JobId = Annotated[str, full_match(NAME_PATTERN)]
 """A training run across restarts and regroupings."""
 
 TraceId = Annotated[str, msgspec.Meta(max_length=64)]
-"""One stimulus and all its consequences: in every message, log line and audit row of a failure."""
+"""One stimulus and all its consequences: in every message, log line and entry of the event log about a failure."""
 
 ShortText = Annotated[str, msgspec.Meta(max_length=4096)]
 LongText = Annotated[str, msgspec.Meta(max_length=65536)]
@@ -87,8 +102,6 @@ def split_address(address: str) -> tuple[str, int]:
         raise ValueError(f"{address!r} is not an address: expected host:port, such as 127.0.0.1:7707")
     return host.strip("[]"), int(port)
 
-
-# ---- storage: paths and URLs of checkpoints, without secrets
 
 _SECRET_WORDS = ("secret", "token", "key", "password", "passwd", "signature", "sig", "credential")
 

@@ -5,14 +5,18 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 
-from everstep.printable_text import escape_control
+from everstep.printable_text import escape_control, printable_json
 
 BURST = 10
 PERIOD_S = 10.0
 MAX_CHARACTERS = 500
 """Longest log message, which may quote what a stranger sent."""
+
+SEARCH_FIELDS = ("node", "job", "generation", "trace")
+"""Fields of a record's ``extra`` to search a log by."""
 
 
 class LogThrottle:
@@ -50,9 +54,6 @@ def shortened(text: str) -> str:
     return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}... ({len(text)} characters)"
 
 
-# ---- lines that quote other machines
-
-
 class SafeFormatter(logging.Formatter):
     """Formats lines for a terminal, without control characters in received text."""
 
@@ -73,3 +74,15 @@ class PlainLineFormatter(logging.Formatter):
     def text(self, record: logging.LogRecord) -> str:
         """Return the text to show."""
         return super().format(record)
+
+
+class JsonLineFormatter(logging.Formatter):
+    """One JSON object: at (ISO 8601, UTC), level, logger, message, and the fields that are set."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
+        line = {"at": at, "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
+        line |= {name: getattr(record, name) for name in SEARCH_FIELDS if hasattr(record, name)}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return printable_json(line)

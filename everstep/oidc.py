@@ -136,7 +136,7 @@ class Refused(AuthenticationError):
 
 def shown(text: str) -> str:
     """Return foreign text for a message: on one line, without control characters, and not too long."""
-    return "".join(one if one.isprintable() else " " for one in text[:_SHOWN_CHARS])
+    return "".join(character if character.isprintable() else " " for character in text[:_SHOWN_CHARS])
 
 
 def discovery_url(issuer: str) -> str:
@@ -345,7 +345,7 @@ def claim_values(claims: Mapping[str, Any], name: str) -> frozenset[str]:
             found = found.get(part) if isinstance(found, Mapping) else None
     if isinstance(found, str):
         return frozenset((found,))
-    return frozenset(one for one in found if isinstance(one, str)) if isinstance(found, list) else frozenset()
+    return frozenset(value for value in found if isinstance(value, str)) if isinstance(found, list) else frozenset()
 
 
 # ---- requests

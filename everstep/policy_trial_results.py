@@ -23,8 +23,8 @@ journal is written only when something happens."""
 
 
 def recording_gaps(spans: Iterable[RecordedSpan]) -> tuple[tuple[float, float], ...]:
-    """Return the gaps (from, to) between recorded spans, oldest first, without those in which nobody else can
-    have led."""
+    """Return the gaps (from, to) between recorded spans, oldest first, without those in which no other controller
+    can have led."""
     return tuple(
         (before.ends_at, after.begins_at)
         for before, after in pairwise(sorted(spans, key=lambda one: one.begins_at))
@@ -36,10 +36,10 @@ def newest_per_node(found: Iterable[tuple[str, T]], counts: Counter[str]) -> tup
     """Return the newest items of each node, up to ``counts``, from (node, item) given oldest first; in that order."""
     left = counts.copy()
     kept: list[T] = []
-    for node, one in reversed(list(found)):
+    for node, item in reversed(list(found)):
         if left[node] > 0:
             left[node] -= 1
-            kept.append(one)
+            kept.append(item)
     return tuple(kept[::-1])
 
 
@@ -83,7 +83,7 @@ def _distinct(parts: Iterable[PolicyTrialResult]) -> list[PolicyTrialResult]:
     kept: list[PolicyTrialResult] = []
     counted: set[int] = set()
     for part in parts:
-        epochs = {one.epoch for one in part.spans}
+        epochs = {span.epoch for span in part.spans}
         if not kept or not epochs <= counted:
             kept.append(part)
             counted |= epochs
@@ -96,7 +96,7 @@ def _summed(parts: list[PolicyTrialResult]) -> PolicyTrialResult:
     now = [(verdict.node, verdict) for verdict in also]
     then = [(evicted_node(line), line) for part in parts for line in part.avoided_evictions]
     more, fewer = (Counter(node for node, _ in found) for found in (now, then))
-    stretches = tuple(sorted((one for part in parts for one in part.spans), key=lambda one: one.begins_at))
+    stretches = tuple(sorted((span for part in parts for span in part.spans), key=lambda one: one.begins_at))
     return PolicyTrialResult(
         since=min((part.since for part in parts if part.since), default=0.0),
         events=sum(part.events for part in parts),

@@ -10,11 +10,17 @@ _REORDERING = r"\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069"
 """Characters that change the direction of writing, and Unicode's ends of lines and paragraphs."""
 _CONTROL = re.compile(rf"[\x00-\x09\x0b-\x1f\x7f-\x9f{_REORDERING}]")
 _CONTROL_IN_JSON = re.compile(rf"[\x7f-\x9f{_REORDERING}]")  # encoders escape the characters below
+_STYLE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def escape_control(text: str) -> str:
     """Replace control characters, and those that change the direction of writing; newlines stay."""
     return _CONTROL.sub("\ufffd", text)
+
+
+def plain_line(line: str) -> str:
+    """Return a line of a program's output without colours and tabs; other control characters are replaced."""
+    return escape_control(_STYLE.sub("", line).expandtabs())
 
 
 def printable_json(message: object, *, indent: int = 0) -> str:

@@ -37,8 +37,8 @@ FILE = "settings"
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """One setting of a program."""
 
-    name: str  # in flags, variables and messages; words of a nested struct come first: ``policy_lost_after_s``
-    path: tuple[str, ...]  # attributes that lead from the program's struct to the value: ``policy``, ``lost_after_s``
+    name: str  # in flags and variables; words of nested structs come first: ``policy_liveness_lost_after_s``
+    path: tuple[str, ...]  # attributes that lead to the value: ``policy``, ``liveness``, ``lost_after_s``
     type: Any  # of the value, without None
     default: Any  # None if the field has none
     doc: str  # the docstring below the field
@@ -137,13 +137,14 @@ class Program:
     def _read_file(self, path: Path) -> dict[str, Given]:
         text = _read_text(path)
         found = {}
-        for name, key, value in _flatten(_load(text, str(path)), ""):
-            source = f"{path}{_line(text, '', key)}"
+        for dotted, value in flatten(_load(text, str(path))):
+            name = dotted.replace(".", "_")
+            table, _, key = dotted.rpartition(".")
+            source = f"{path}{_line(text, table, key)}"
             if name not in self.settings:
-                table = name.removesuffix(key)
-                known = [each.removeprefix(table) for each in self.settings if each.startswith(table)]
-                raise ConfigurationError(f"{source}: unknown key `{key}`; {_suggest(key, known)}")
-            found[name] = Given(self._convert(f"{source}: {key}", value, name), f"settings file {path}")
+                known = [".".join(each.path) for each in self.settings.values()]
+                raise ConfigurationError(f"{source}: unknown key `{dotted}`; {suggest_key(dotted, known)}")
+            found[name] = Given(self._convert(f"{source}: {dotted}", value, name), f"settings file {path}")
         return found
 
     def _convert(self, source: str, value: Any, name: str) -> Any:
@@ -154,13 +155,13 @@ class Program:
             raise ConfigurationError(f"{source}: {value!r} is not {_describe(kind)}") from None
 
 
-def _flatten(table: Mapping[str, Any], names: str) -> Iterator[tuple[str, str, Any]]:
-    """Yield the setting's name, the key and the value of each key of a table and of the tables in it."""
+def flatten(table: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the value of each key of a table and of the tables in it."""
     for key, value in table.items():
         if isinstance(value, dict):
-            yield from _flatten(value, f"{names}{key}_")
+            yield from flatten(value, f"{above}{key}.")
         else:
-            yield f"{names}{key}", key, value
+            yield f"{above}{key}", value
 
 
 _BOOLEANS = {"1": True, "true": True, "yes": True, "on": True, "0": False, "false": False, "no": False, "off": False}
@@ -283,6 +284,13 @@ def _load(text: str, name: str) -> dict[str, Any]:
         raise ConfigurationError(f"{name}: not TOML: {error}") from error
 
 
+def suggest_key(key: str, known: Collection[str]) -> str:
+    """Return a hint at the right one of the ``known`` dotted keys: the same key in another table, or the nearest."""
+    last = key.rpartition(".")[2]
+    moved = [each for each in known if each.rpartition(".")[2] == last]
+    return _suggest(key, moved if len(moved) == 1 else known)
+
+
 def _suggest(name: str, known: Collection[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean `{near[0]}`?" if near else f"known are {', '.join(sorted(known))}"
@@ -295,6 +303,9 @@ def _line(text: str, path: str, key: str) -> str:
         header = re.compile(rf"^\s*\[\[\s*{re.escape(table[1])}\s*\]\]")
         headers = [number for number, line in enumerate(lines) if header.match(line)]
         start = next(iter(headers[int(table[2]) :]), 0)
+    elif path:
+        header = re.compile(rf"^\s*\[\s*{re.escape(path.strip('.'))}\s*\]")
+        start = next((number for number, line in enumerate(lines) if header.match(line)), 0)
     pattern = re.compile(rf"^\s*\[*\s*(?:[A-Za-z0-9_.]+\.)?{re.escape(key)}\s*[=\]]")
     found = (number for number in range(start, len(lines)) if key and pattern.match(lines[number]))
     line = next(found, start if table else None)

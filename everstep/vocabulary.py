@@ -103,16 +103,15 @@ class Mode(StrEnum):
         return next((mode for mode in Mode if mode in modes), Mode.ENFORCE)
 
 
-class AuditLink(StrEnum):
-    """A check of the work of training, one link of the chain against silent corruption.
+class AuditKind(StrEnum):
+    """Kind of an audit: which part of the work of training it checks for silent corruption.
 
     MATMUL: products of linear layers. GRADIENT_NORM: a rank's gradients beside those of other ranks. GRADIENT_BUFFER: a
     rank's gradients from the backward pass until they were sent. COLLECTIVE: gradients before and after they are added.
     PEER_REPLAY: a block's passes on another rank. UPDATE: a part of the optimizer's update. STATE: parameters and
-    moments between updates. CHECKPOINT: the copies of a version. RECOMPUTE: only in records of earlier releases.
+    moments between updates. CHECKPOINT: the copies of a version.
     """
 
-    RECOMPUTE = "recompute"
     MATMUL = "matmul"
     GRADIENT_NORM = "gradient_norm"
     GRADIENT_BUFFER = "gradient_buffer"

@@ -14,7 +14,7 @@ from everstep.chaos.faults import Fault
 from everstep.chaos.recovery import FaultReport, JobWatch
 from everstep.chaos.targets import FLIP_SIGNAL, LocalNode
 from everstep.errors import ConfigurationError, Conflict
-from everstep.processes import Process
+from everstep.host.processes import Process
 from everstep.vocabulary import JobState
 from everstep.wire.v1.operator import JobDetail
 
@@ -22,7 +22,7 @@ LASTING_S = {Fault.SLOW: 20.0, Fault.PARTITION: 10.0}
 """Default duration of faults that last. A job may survive them without a new generation."""
 
 
-class Target(msgspec.Struct, frozen=True, kw_only=True):
+class FaultTarget(msgspec.Struct, frozen=True, kw_only=True):
     """What a fault strikes: a rank, its process, and its node on this machine."""
 
     rank: int
@@ -31,8 +31,8 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_target(
-    detail: JobDetail, nodes: Iterable[LocalNode], rank: int | None, choose: Callable[[list[Target]], Target]
-) -> Target:
+    detail: JobDetail, nodes: Iterable[LocalNode], rank: int | None, choose: Callable[[list[FaultTarget]], FaultTarget]
+) -> FaultTarget:
     """Return the given rank of the job's newest generation, or one that ``choose`` takes from those on this machine.
 
     Raises ConfigurationError if there is none here.
@@ -44,7 +44,7 @@ def find_target(
         name = node.name or (next(iter(names)) if len(names) == 1 else "")
         for local_rank, process in node.ranks.items():
             if (number := members.get((name, local_rank))) is not None:
-                here.append(Target(rank=number, process=process, node=msgspec.structs.replace(node, name=name)))
+                here.append(FaultTarget(rank=number, process=process, node=msgspec.structs.replace(node, name=name)))
     if not here:
         unknown = any(not node.name for node in nodes)
         reason = "the file agent.json of this node's agent cannot be read" if unknown else "this node may be a spare"
@@ -58,7 +58,7 @@ def find_target(
     raise ConfigurationError(f"rank {rank} is not on this machine; ranks here: {known}")
 
 
-def require_allowed(fault: Fault, target: Target, detail: JobDetail, *, confirmed: bool) -> None:
+def require_allowed(fault: Fault, target: FaultTarget, detail: JobDetail, *, confirmed: bool) -> None:
     """Raise ConfigurationError, or Conflict, unless the fault may be brought about.
 
     ``confirmed``: the person knows that the job is a fleet's, or that it will pause.
@@ -97,7 +97,7 @@ def require_allowed(fault: Fault, target: Target, detail: JobDetail, *, confirme
         )
 
 
-def describe(fault: Fault, target: Target) -> str:
+def describe(fault: Fault, target: FaultTarget) -> str:
     """Return what the fault strikes, in words."""
     node = target.node
     if fault is Fault.PARTITION and node.agent is not None:

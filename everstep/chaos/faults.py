@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from everstep.chaos.targets import FLIP_SIGNAL, LocalNode
 from everstep.errors import Conflict
-from everstep.processes import Process, continued_at_end, has_signal_handler, send_signal
+from everstep.host.processes import Process, continued_at_end, has_signal_handler, send_signal
 
 STOPPED_S, RUNNING_S = 0.03, 0.01
 """Of each period of a slowed rank. Its agent takes a rank for stopped after half a second without a heartbeat."""

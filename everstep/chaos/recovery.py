@@ -41,7 +41,7 @@ class Detection(msgspec.Struct, frozen=True, kw_only=True):
     sentence: str
 
 
-class Regroup(msgspec.Struct, frozen=True, kw_only=True):
+class RegroupOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """One generation after the fault.
 
     Attributes:
@@ -92,7 +92,7 @@ class FaultReport(msgspec.Struct, frozen=True, kw_only=True):
     after: Progress
     during: Progress | None = None
     detection: Detection | None = None
-    regroups: tuple[Regroup, ...] = ()
+    regroups: tuple[RegroupOutcome, ...] = ()
     verdicts: tuple[str, ...] = ()
 
 
@@ -153,16 +153,20 @@ class JobWatch:
                 self._slowest = now
 
     def await_recovery(self, timeout_s: float, *, regroups: bool) -> bool:
-        """Poll until all ranks step again, with ``regroups`` in a generation after the fault; False after
-        ``timeout_s``."""
+        """Poll until all ranks step again, with ``regroups`` in a generation after the fault.
+
+        Returns:
+            Whether they did within ``timeout_s``, or the job has finished. False if it has failed since.
+        """
         end = self._clock.monotonic() + timeout_s
-        self._goal = None
-        while self._clock.monotonic() < end:
+        self._goal, recovered = None, False
+        while not (recovered or self.is_over) and self._clock.monotonic() < end:
             self.poll()
-            if self.is_over or self._has_recovered(regroups):
-                break
+            recovered = self._has_recovered(regroups)
         self._await_loss()
-        return self.detail.summary.state is JobState.FINISHED or self._has_recovered(regroups)
+        if self.is_over:
+            return self.detail.summary.state is JobState.FINISHED
+        return recovered  # whatever follows: a further regroup has a reason of its own
 
     def _await_loss(self) -> None:
         """Poll for a moment until a loss of the newest generation has come; scripts need not report one."""
@@ -181,7 +185,11 @@ class JobWatch:
 
     def report(self, fault: str, action: str, *, recovered: bool, conclusion: str) -> FaultReport:
         """Return the report of what was seen since the fault."""
-        regroups = [self._regroup(one) for one in self.detail.recoveries if one.generation > self._first_generation]
+        regroups = [
+            self._regroup(recovery)
+            for recovery in self.detail.recoveries
+            if recovery.generation > self._first_generation
+        ]
         return FaultReport(
             fault=fault,
             action=action,
@@ -233,7 +241,7 @@ class JobWatch:
                 return Detection(after_s=after_s, kind=event.kind, sentence=event.sentence)
         return None
 
-    def _regroup(self, one: op.GenerationRecovery) -> Regroup:
+    def _regroup(self, one: op.GenerationRecovery) -> RegroupOutcome:
         before = max((number for number in self._known_steps if number < one.generation), default=0)
         restored = one.restored.step if one.restored is not None else 0
         resumed = (
@@ -242,7 +250,7 @@ class JobWatch:
             if event.kind == "resumed" and event.generation == one.generation and "step" in event.detail
         )
         first = next(resumed, None)
-        return Regroup(
+        return RegroupOutcome(
             generation=one.generation,
             reason=str(one.reason),
             sentence=one.sentence,

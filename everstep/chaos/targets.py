@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from everstep.errors import DECODE_ERRORS
-from everstep.processes import Process, read_environment
+from everstep.host.processes import Process, read_environment
 
 FLIP_SIGNAL = signal.SIGRTMIN + 7
 """Makes a rank flip one bit of a parameter before its next update, if its job allows that."""
@@ -81,7 +81,7 @@ def nodes_of_run(nodes: Iterable[LocalNode], job: str, controllers: str) -> list
 
     Ports are compared: a private controller is on this machine, and nodes may know it by other addresses of it.
     """
-    ports = {urlsplit(one).port for one in controllers.split(",")}
+    ports = {urlsplit(url).port for url in controllers.split(",")}
     return [
         node for node in nodes if node.job == job and (not node.controller or urlsplit(node.controller).port in ports)
     ]

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from everstep.chaos.experiment import LASTING_S, run_experiment
 from everstep.chaos.faults import Fault
-from everstep.chaos.recovery import ChaosReport, FaultReport, JobWatch, Progress, Regroup
+from everstep.chaos.recovery import ChaosReport, FaultReport, JobWatch, Progress, RegroupOutcome
 from everstep.chaos.targets import LocalNode, find_nodes, nodes_of_run
 from everstep.cli.context import (
     ConnectionOptions,
@@ -32,7 +32,7 @@ from everstep.cli.context import (
 )
 from everstep.client.exchange import path
 from everstep.errors import ConfigurationError
-from everstep.processes import read_processes
+from everstep.host.processes import read_processes
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.vocabulary import JobState
 
@@ -142,7 +142,7 @@ def view(report: FaultReport) -> RenderableType:
     return Group(Text(f"chaos {report.fault}", style="bold"), rows, Text(report.conclusion, style=style))
 
 
-def _regroup_rows(regroup: Regroup) -> list[tuple[str, str]]:
+def _regroup_rows(regroup: RegroupOutcome) -> list[tuple[str, str]]:
     phases = ", ".join(f"{name} {seconds:.3f}" for name, seconds in regroup.phases_s.items())
     resumed = "not all ranks have resumed"
     if regroup.duration_s is not None:

@@ -19,10 +19,10 @@ from rich.text import Text
 
 from everstep.client import Call, Client, read_token
 from everstep.errors import AuthenticationError, ConfigurationError, EverstepError, Unavailable
+from everstep.host.state_directory import preferred_state_directory, state_directory
 from everstep.ids import check_name, split_address
 from everstep.printable_text import escape_control, printable_json
 from everstep.settings import Program
-from everstep.state_directory import preferred_state_directory, state_directory
 from everstep.wire.v1 import operator as op
 
 if TYPE_CHECKING:
@@ -57,11 +57,11 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 
 def _require_reason(reason: str) -> str:
     if not reason.strip():
-        raise typer.BadParameter("give a reason: it is kept in the audit log")
+        raise typer.BadParameter("give a reason: it is kept in the event log")
     return reason
 
 
-Reason = Annotated[str, typer.Option("--reason", "-r", help="Reason, kept in the audit log.", callback=_require_reason)]
+Reason = Annotated[str, typer.Option("--reason", "-r", help="Reason, kept in the event log.", callback=_require_reason)]
 
 
 DEFAULT_CONTROLLER = "http://127.0.0.1:7700"
@@ -106,7 +106,13 @@ class ConnectionOptions(msgspec.Struct, frozen=True):
         from everstep.cli.login import stored
 
         controllers = (self.controller or DEFAULT_CONTROLLER).split(",")
-        return stored.current_token(preferred_state_directory(os.environ), controllers, self.ca_file) or read_token("")
+        token = stored.current_token(preferred_state_directory(os.environ), controllers, self.ca_file)
+        if not token and controllers == [DEFAULT_CONTROLLER]:
+            raise ConfigurationError(
+                "no run of everstep-launch is running here (`everstep runs` lists past ones). For a fleet give "
+                "--controller, and --token-file or EVERSTEP_TOKEN_FILE: `everstep-controller token` makes one"
+            )
+        return token or read_token("")
 
     def tls(self) -> ssl.SSLContext | None:
         """Return the TLS context, or None without TLS files. Raises ConfigurationError for unusable files."""

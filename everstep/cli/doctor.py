@@ -56,7 +56,7 @@ def doctor(
     driver = cache(accelerators.read_driver)
     checks: dict[str, Check] = {
         "memory": lambda: memory.check_memory(memory.read_memory(), state_bytes, nodes),
-        "ports": lambda: network.check_ports({one: network.bind_error(one) for one in (0, *(port or ()))}),
+        "ports": lambda: network.check_ports({number: network.bind_error(number) for number in (0, *(port or ()))}),
         "interfaces": lambda: network.check_interfaces(os.environ, [name for _, name in socket.if_nameindex()]),
         "host name": partial(_host_name, nodes),
         "limits": _limits,
@@ -73,8 +73,8 @@ def doctor(
     }
     report = run_checks(checks)
     view = table("check", "", "what")
-    for one in report.results:
-        view.add_row(one.check, Text(str(one.status), style=STYLES[one.status]), one.sentence)
+    for result in report.results:
+        view.add_row(result.check, Text(str(result.status), style=STYLES[result.status]), result.sentence)
     show(report, as_json, view)
     if not report.ok:
         raise typer.Exit(1)
@@ -92,7 +92,7 @@ def _host_name(nodes: int) -> Iterator[CheckResult]:
 
 
 def _limits() -> Iterator[CheckResult]:
-    files, locked = (resource.getrlimit(one)[0] for one in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
+    files, locked = (resource.getrlimit(limit)[0] for limit in (resource.RLIMIT_NOFILE, resource.RLIMIT_MEMLOCK))
     return limits.check_limits(files, locked, INFINIBAND.is_dir() and any(INFINIBAND.iterdir()))
 
 

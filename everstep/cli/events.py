@@ -1,4 +1,4 @@
-"""``everstep events`` and ``everstep audit``: events of the fleet, and orders by people."""
+"""``everstep events`` and ``everstep orders``: events of the fleet, and orders by people."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def events(
             _follow(client, max(newest, *(event.id for event in found), 0), as_json, **wanted)
 
 
-def audit(
+def orders(
     context: typer.Context,
     node: Node = "",
     job: Job = "",
@@ -72,9 +72,9 @@ def audit(
     with connected_client(context) as client:
         within: dict[str, Any] = {"node": node, "job": job, **_time_range(since, until)}
         found = (
-            client.newest_audit(limit, **within).events
+            client.newest_orders(limit, **within).events
             if limit <= PAGE_SIZE
-            else _newest(client.audit(**within), limit)
+            else _newest(client.orders(**within), limit)
         )
         for event in found:
             _print(event, as_json)

@@ -34,9 +34,11 @@ def findings(
         listed = client.findings(node=node, kind=kind, active=active or None)
         seen, now = listed.collect(limit), SYSTEM_CLOCK.wall()
         view = table("node", "severity", "finding", "seen", "cleared")
-        for one in seen.findings:
-            found = one.finding
-            view.add_row(one.node, found.severity, found.message, ago(one.raised_at, now), ago(one.cleared_at, now))
+        for finding in seen.findings:
+            found = finding.finding
+            view.add_row(
+                finding.node, found.severity, found.message, ago(finding.raised_at, now), ago(finding.cleared_at, now)
+            )
         show(seen, as_json, view)
 
 
@@ -51,8 +53,8 @@ def verdicts(
     with connected_client(context) as client:
         given = client.verdicts(node=node, decision=decision).collect(limit)
         now, view = SYSTEM_CLOCK.wall(), table("verdict", "decision", "when", "why")
-        for one in given.verdicts:
-            view.add_row(one.id, one.decision, ago(one.at, now), one.sentence)
+        for verdict in given.verdicts:
+            view.add_row(verdict.id, verdict.decision, ago(verdict.at, now), verdict.sentence)
         show(given, as_json, view)
 
 
@@ -74,13 +76,13 @@ def checkpoints(
 def _show_job_checkpoints(client: Client, job: str, as_json: bool) -> None:
     told, now = client.job_checkpoints(job), SYSTEM_CLOCK.wall()
     view = table("version", "where", "since", "size", "restorable", "why, or where", right=("size",))
-    for one in told.versions:
-        where = one.storage_tier if one.state == "complete" else f"to {one.storage_tier}"
-        bytes_held = size(one.bytes) if one.bytes else "-"
-        can = Text("yes", style="green") if one.restorable else Text("no", style="yellow")
-        checks = "verified" if one.verified else "", "audited" if one.audited else ""
-        why = ", ".join(filter(None, (one.sentence, *checks, one.url)))
-        view.add_row(str(one.version), where, ago(one.since, now), bytes_held, can, why)
+    for version in told.versions:
+        where = version.storage_tier if version.state == "complete" else f"to {version.storage_tier}"
+        bytes_held = size(version.bytes) if version.bytes else "-"
+        can = Text("yes", style="green") if version.restorable else Text("no", style="yellow")
+        checks = "verified" if version.verified else "", "audited" if version.audited else ""
+        why = ", ".join(filter(None, (version.sentence, *checks, version.url)))
+        view.add_row(str(version.version), where, ago(version.since, now), bytes_held, can, why)
     if not as_json:
         console.print(told.sentence)
         if told.last_error:
@@ -92,9 +94,9 @@ def _show_committed(client: Client, job: str, limit: int, as_json: bool) -> None
     kept = client.checkpoints(job=job).collect(limit)
     now, columns = SYSTEM_CLOCK.wall(), ("job", "version", "committed", "verified", "audited", "size")
     view = table(*columns, right=("size",))
-    for one in kept.checkpoints:
-        times = (ago(at, now) for at in (one.committed_at, one.verified_at, one.audited_at))
-        view.add_row(one.job, str(one.version), *times, size(one.bytes))
+    for checkpoint in kept.checkpoints:
+        times = (ago(at, now) for at in (checkpoint.committed_at, checkpoint.verified_at, checkpoint.audited_at))
+        view.add_row(checkpoint.job, str(checkpoint.version), *times, size(checkpoint.bytes))
     show(kept, as_json, view)
 
 
@@ -109,9 +111,15 @@ def remediations(
     with connected_client(context) as client:
         asked = client.remediations(node=node, remediation_state=state).collect(limit)
         now, view = SYSTEM_CLOCK.wall(), table("node", "action", "state", "asked", "why")
-        for one in asked.remediations:
-            why = f"{one.sentence} ({one.detail})" if one.detail else one.sentence
-            view.add_row(one.node, one.kind.replace("_", " "), one.state, ago(one.requested_at, now), why)
+        for remediation in asked.remediations:
+            why = f"{remediation.sentence} ({remediation.detail})" if remediation.detail else remediation.sentence
+            view.add_row(
+                remediation.node,
+                remediation.kind.replace("_", " "),
+                remediation.state,
+                ago(remediation.requested_at, now),
+                why,
+            )
         show(asked, as_json, view)
 
 
@@ -120,9 +128,9 @@ def probes(context: typer.Context, node: Node = "", limit: LimitOption = 50, as_
     with connected_client(context) as client:
         known = client.probes(node=node).collect(limit)
         now, view = SYSTEM_CLOCK.wall(), table("probe", "nodes", "begun", "outcome")
-        for one in known.probes:
-            outcome = {None: "running", True: "passed", False: "failed"}[one.ok]
-            view.add_row(one.probe, ", ".join(one.nodes), ago(one.started_at, now), outcome)
+        for probe in known.probes:
+            outcome = {None: "running", True: "passed", False: "failed"}[probe.ok]
+            view.add_row(probe.probe, ", ".join(probe.nodes), ago(probe.started_at, now), outcome)
         show(known, as_json, view)
 
 
@@ -132,12 +140,12 @@ def budget(context: typer.Context, as_json: Json = False) -> None:
         now, left = SYSTEM_CLOCK.wall(), client.budget()
         numbers = ("left", "limit", "used", "nodes")
         view = table("of", *numbers, "frees in", right=numbers)
-        for one in left.scopes:
-            frees = age(one.next_free_at - now) if one.next_free_at > now else "-"
+        for scope in left.scopes:
+            frees = age(scope.next_free_at - now) if scope.next_free_at > now else "-"
             if left.breaker:
                 frees = "after everstep reset-breaker"
-            counts = (one.remaining, one.limit, one.used, one.nodes)
-            view.add_row(" ".join(filter(None, (one.kind, one.name))), *map(str, counts), frees)
+            counts = (scope.remaining, scope.limit, scope.used, scope.nodes)
+            view.add_row(" ".join(filter(None, (scope.kind, scope.name))), *map(str, counts), frees)
         show(left, as_json, view)
         if not as_json:
             if left.breaker:
@@ -173,10 +181,10 @@ def loss_forecast(
     with connected_client(context) as client:
         told = client.restorability(job)
         view = table("loss", "checkpoint", "nodes left", "what follows", right=("nodes left",))
-        for one in told.loss_forecasts:
-            name = one.name or "+".join(one.nodes)
-            whole = Text("restorable", style="green") if one.restorable else Text("lost", style="bold red")
-            view.add_row(f"{one.kind} {name}", whole, str(one.remaining_nodes), one.sentence)
+        for forecast in told.loss_forecasts:
+            name = forecast.name or "+".join(forecast.nodes)
+            whole = Text("restorable", style="green") if forecast.restorable else Text("lost", style="bold red")
+            view.add_row(f"{forecast.kind} {name}", whole, str(forecast.remaining_nodes), forecast.sentence)
         if not as_json:
             console.print(told.sentence)
         show(told, as_json, view)

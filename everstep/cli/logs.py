@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -16,13 +15,12 @@ from everstep.cli.context import ConnectionOptions, error_console, reporting_err
 from everstep.client import Client
 from everstep.errors import ConfigurationError, EverstepError
 from everstep.layout.kept_output import LAUNCHER_FILE, FollowedFile, KeptLine, KeptOutput, kept_outputs, last_lines
-from everstep.printable_text import escape_control
+from everstep.printable_text import plain_line
 from everstep.wire.v1.operator import JobDetail
 
 FOLLOW_S = 0.5
 """Seconds between two looks for new lines."""
 MAX_NAMED_NODES = 8
-_STYLE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 StateDirectory = Annotated[
     Path | None, typer.Option("--state-dir", help="Folder that everstep-launch was given as --state-dir.")
@@ -89,7 +87,7 @@ def _print(found: Iterable[KeptLine], *, has_labels: bool) -> None:
     """Print lines without colours and control characters, which may be a progress bar's."""
     for line in found:
         label = f"[{line.label}] " if has_labels else ""
-        sys.stdout.write(f"{label}{escape_control(_STYLE.sub('', line.text).expandtabs())}\n")
+        sys.stdout.write(f"{label}{plain_line(line.text)}\n")
     sys.stdout.flush()
 
 
@@ -97,6 +95,8 @@ def _where_else(options: ConnectionOptions, folder: Path, job: str, rank: int | 
     """Return the sentence that says where the output is that this machine does not have."""
     what = f"output of job {job}" if rank is None else f"output of rank {rank} of job {job}"
     missing = f"{folder} has no {what}"
+    if any(not each.about.keeps_ranks for each in outputs):
+        return f"{missing}: its launcher has --no-keep-output"
     detail = _ask(options, job)
     nodes = sorted({member.node for member in detail.roster if rank in (None, member.rank)}) if detail else []
     if nodes:

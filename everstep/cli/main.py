@@ -50,7 +50,7 @@ app.add_typer(policy.app, name="policy")
 app.add_typer(vault.app, name="vault")
 app.add_typer(runs.app, name="runs")
 _commands: list[Callable[..., None]] = [history.findings, history.verdicts, history.checkpoints, history.remediations]
-_commands += [history.probes, history.budget, history.evidence, events.events, events.audit, nodes.nodes, files.files]
+_commands += [history.probes, history.budget, history.evidence, events.events, events.orders, nodes.nodes, files.files]
 _commands += [chaos.chaos, doctor.doctor, logs.logs]
 for _command in _commands:
     app.command()(_command)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Annotated
 
@@ -12,7 +11,7 @@ from everstep.cli import tables
 from everstep.cli.context import Json, Reason, connected_client, print_change, print_error, send_order, show
 from everstep.client import Call, calls
 from everstep.command_line import make_app
-from everstep.errors import AuthenticationError, EverstepError, NotFound, Unavailable
+from everstep.errors import AuthenticationError, EverstepError, Unavailable
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1 import operator as op
 
@@ -46,10 +45,8 @@ def nodes(
 def node_show(context: typer.Context, node: Node, as_json: Json = False) -> None:
     """Show the state, findings, GPUs and verdicts of a node."""
     with connected_client(context) as client:
-        detail, gpus = client.node(node), None
-        if not as_json:
-            with contextlib.suppress(NotFound):  # by a controller of an earlier release
-                gpus = client.node_gpus(node)
+        detail = client.node(node)
+        gpus = None if as_json else client.node_gpus(node)
         show(detail, as_json, tables.node(detail, SYSTEM_CLOCK.wall(), gpus))
 
 
@@ -59,9 +56,9 @@ def _order(make: Callable[..., Call[op.ChangeResult]]) -> Callable[..., None]:
     def order(context: typer.Context, nodes: Nodes, reason: Reason) -> None:
         refused = 0
         with connected_client(context) as client:
-            for one in [make(node, reason=reason) for node in dict.fromkeys(nodes)]:
+            for order in [make(node, reason=reason) for node in dict.fromkeys(nodes)]:
                 try:
-                    changed = client.send(one)
+                    changed = client.send(order)
                 except (AuthenticationError, Unavailable):
                     raise  # the other orders would fail too
                 except EverstepError as error:

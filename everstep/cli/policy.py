@@ -15,12 +15,14 @@ from everstep.client import Client, calls
 from everstep.command_line import make_app
 from everstep.errors import ConfigurationError, Conflict
 from everstep.policy_trial_results import merge_results
+from everstep.settings import flatten
 from everstep.wire.v1 import operator_history as history
 
 app = make_app("Show the decision policy, and check or try a change of it.")
 
 Change = Annotated[
-    Path, typer.Argument(metavar="FILE", help="TOML file with settings under [policy] and rules as [[rule]] tables.")
+    Path,
+    typer.Argument(metavar="FILE", help="TOML file with settings under [policy] and rules as [[rule]] tables."),
 ]
 
 
@@ -35,9 +37,8 @@ def _read(file: Path) -> history.PolicyChange:
     if unknown := written.keys() - {"policy", "rule"}:
         raise ConfigurationError(f"{file} has {', '.join(sorted(unknown))}: give [policy] and [[rule]] only")
     try:
-        return msgspec.convert(
-            {"knobs": written.get("policy", {}), "rules": written.get("rule", [])}, history.PolicyChange
-        )
+        knobs = {name.removeprefix("policy."): value for name, value in flatten({"policy": written.get("policy", {})})}
+        return msgspec.convert({"knobs": knobs, "rules": written.get("rule", [])}, history.PolicyChange)
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"{file}: {error}") from error
 

@@ -30,8 +30,8 @@ from everstep.cli.context import (
 from everstep.client import Client, read_token
 from everstep.command_line import make_app
 from everstep.errors import ConfigurationError, EverstepError
+from everstep.host.private_files import write_private
 from everstep.printable_text import printable_json
-from everstep.private_files import write_private
 from everstep.receipts.page import render_page
 from everstep.receipts.receipt_files import StoredReceipt, find_receipt, stored_receipts
 from everstep.receipts.text import format_count, format_span, format_work, summary_lines

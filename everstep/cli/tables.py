@@ -138,10 +138,10 @@ def status(fleet: op.FleetStatus) -> RenderableType:
         ("connected", str(fleet.connected_nodes)),
         ("budget", budget),
         *((("database", away),) if fleet.database_outage else ()),
-        *(("outbreak", _outbreak(one, fleet.now)) for one in fleet.outbreaks),
+        *(("outbreak", _outbreak(outbreak, fleet.now)) for outbreak in fleet.outbreaks),
     )
     running = jobs(fleet.jobs) if fleet.jobs else Text("no running jobs", style="dim")
-    stalls = (Text.assemble((one.job, "bold"), ": ", _stall(one, fleet.now)) for one in fleet.jobs if one.stall)
+    stalls = (Text.assemble((job.job, "bold"), ": ", _stall(job, fleet.now)) for job in fleet.jobs if job.stall)
     return Group(head, *needs(fleet), running, *stalls)
 
 
@@ -151,9 +151,7 @@ def _stall(one: op.JobSummary, now: float) -> Text:
 
 
 def needs(fleet: op.FleetStatus) -> list[RenderableType]:
-    """Render what needs a person; nothing for a controller of an earlier release, which does not list it."""
-    if fleet.need_count is None:
-        return []
+    """Render what needs a person."""
     if not fleet.need_count:
         return [Text("nothing needs a person", style="green")]
     count = fleet.need_count
@@ -188,9 +186,9 @@ def attention(fleet: op.FleetStatus, found: Sequence[op.NodeSummary]) -> Rendera
     """Render the unhealthy nodes that ``needs`` does not name; ``found`` may hold only the first of all."""
     listed = {need.node for need in fleet.needs}
     made = table("out of service", "state", "for", "why")
-    for one in found:
-        if one.node not in listed:
-            row = _node_row(one, fleet.now)
+    for node in found:
+        if node.node not in listed:
+            row = _node_row(node, fleet.now)
             made.add_row(row["node"], row["state"], row["for"], row["why"] or "-")
     left = sum(fleet.nodes.get(state, 0) for state in BY_URGENCY) - len(found)
     if not made.row_count and left <= 0:
@@ -200,7 +198,7 @@ def attention(fleet: op.FleetStatus, found: Sequence[op.NodeSummary]) -> Rendera
 
 def nodes(found: Iterable[op.NodeSummary], now: float) -> RenderableType:
     return ResponsiveTable(
-        (_node_row(one, now) for one in found),
+        (_node_row(node, now) for node in found),
         columns={
             160: ["node", "state", "for", "job", "gpus", "findings", "seen", "rack", "switch", "driver", "why"],
             120: ["node", "state", "for", "job", "gpus", "findings", "seen", "rack", "why"],
@@ -306,8 +304,8 @@ def _maintenance(detail: op.NodeDetail, now: float) -> str:
     until = detail.maintenance_until
     lines = [f"for another {age(until - now)}"] if until > now else []
     lines += [
-        f"planned in {age(one.starts_at - now)} for {age(one.until - one.starts_at)}: {one.sentence}"
-        for one in detail.planned_maintenance
+        f"planned in {age(window.starts_at - now)} for {age(window.until - window.starts_at)}: {window.sentence}"
+        for window in detail.planned_maintenance
     ]
     return "\n".join(lines) or "-"
 
@@ -315,14 +313,14 @@ def _maintenance(detail: op.NodeDetail, now: float) -> str:
 def findings(found: Iterable[Finding], now: float) -> RenderableType:
     """Render findings, with the sources of their thresholds."""
     made = table("finding", "severity", "since", "message", "action", "rule")
-    for one in found:
+    for finding in found:
         made.add_row(
-            f"{one.kind} {one.subject}" + (f" XID {one.xid}" if one.xid is not None else ""),
-            styled_state(one.severity),
-            ago(one.since or None, now),
-            one.message,
-            str(one.action),
-            f"{one.rule} ({one.source})" if one.source else one.rule or "-",
+            f"{finding.kind} {finding.subject}" + (f" XID {finding.xid}" if finding.xid is not None else ""),
+            styled_state(finding.severity),
+            ago(finding.since or None, now),
+            finding.message,
+            str(finding.action),
+            f"{finding.rule} ({finding.source})" if finding.source else finding.rule or "-",
         )
     return made
 
@@ -331,7 +329,7 @@ def jobs(found: Iterable[op.JobSummary]) -> RenderableType:
     wide = ["job", "state", "gen", "ranks", "nodes", "spares", "step", "step time", "loss", "committed", "verified"]
     narrow = ["job", "state", "gen", "ranks", "spares", "step", "loss", "commit"]
     numbers = ["gen", "ranks", "nodes", "spares", "step", "step time", "loss", "commit"]
-    return ResponsiveTable((_job_row(one) for one in found), columns={128: wide, 0: narrow}, right=numbers)
+    return ResponsiveTable((_job_row(job) for job in found), columns={128: wide, 0: narrow}, right=numbers)
 
 
 def _job_row(one: op.JobSummary) -> dict[str, RenderableType]:
@@ -359,7 +357,7 @@ def job(detail: op.JobDetail, now: float) -> RenderableType:
         parts.append(_stall(detail.summary, now))
     if detail.roster:
         made = table("rank", "node", "local", "step", "step time", "loss", right=("rank", "local", "step", "loss"))
-        ranks = {one.rank: one for one in detail.ranks}
+        ranks = {rank.rank: rank for rank in detail.ranks}
         for member in detail.roster:
             one = ranks.get(member.rank)
             took = duration(one.step_s) if one and one.step_s else "-"
@@ -370,17 +368,33 @@ def job(detail: op.JobDetail, now: float) -> RenderableType:
         parts.append(Text(f"spares: {', '.join(detail.spares)}"))
     if detail.ineligible_nodes:
         parts.append(_pairs(*((f"{node} waits", why) for node, why in detail.ineligible_nodes.items())))
+    if (snapshots := _snapshots(detail.ranks)) is not None:
+        parts.append(_pairs(("snapshots", snapshots)))
     parts.append(_audits(detail.audits))
     if detail.recoveries:
         parts.append(recoveries(detail.recoveries, now))
     return Group(*parts)
 
 
+def _snapshots(ranks: Iterable[op.RankStatus]) -> str | None:
+    """Describe how often the ranks store their state; None before they report."""
+    found = [one.snapshot_every for one in ranks]
+    if not found:
+        return None
+    if 0 in found:
+        return "only versions to be committed"
+    every = max(found)
+    if every == 1:
+        return "each step"
+    repeated = "1 finished step" if every == 2 else f"{every - 1} finished steps"
+    return f"every {every} steps (snapshot_budget or snapshot_every), so losing a node may repeat up to {repeated}"
+
+
 def _audits(audits: op.JobAudits) -> RenderableType:
     """Render what audits check, and what they do not cover."""
     only = " (report only)" if audits.preset != "off" and audits.mode == "report" else ""
     lines = [("audits", f"{audits.preset}{only}")]
-    lines += [(f"audit {link} is off", why) for link, why in audits.off.items()]
+    lines += [(f"audit {kind} is off", why) for kind, why in audits.off.items()]
     lines += [("digests are not compared", audits.voting_off_reason)] if audits.voting_off_reason else []
     lines += [("not compared", why) for why in audits.not_compared]
     lines += [("reported", sentence) for sentence in audits.reports]
@@ -391,14 +405,20 @@ def _audits(audits: op.JobAudits) -> RenderableType:
 def recoveries(found: Iterable[op.GenerationRecovery], now: float) -> RenderableType:
     """Render the cost of each generation."""
     made = table("gen", "reason", "ago", "took", "from", "phases (slowest rank)", "trace", right=("gen", "took"))
-    for one in found:
-        took: RenderableType = Text(f"{one.resumed_ranks}/{one.world_size} resumed", style="yellow")
-        if one.duration_s is not None:
-            took = duration(one.duration_s)
-        phases = ", ".join(f"{name} {duration(seconds)}" for name, seconds in one.phases_s.items())
-        restored = _version(one.restored) if one.restored else "scratch" if one.resumed_ranks else "-"
+    for recovery in found:
+        took: RenderableType = Text(f"{recovery.resumed_ranks}/{recovery.world_size} resumed", style="yellow")
+        if recovery.duration_s is not None:
+            took = duration(recovery.duration_s)
+        phases = ", ".join(f"{name} {duration(seconds)}" for name, seconds in recovery.phases_s.items())
+        restored = _version(recovery.restored) if recovery.restored else "scratch" if recovery.resumed_ranks else "-"
         made.add_row(
-            str(one.generation), str(one.reason), age(now - one.decided_at), took, restored, phases or "-", one.trace
+            str(recovery.generation),
+            str(recovery.reason),
+            age(now - recovery.decided_at),
+            took,
+            restored,
+            phases or "-",
+            recovery.trace,
         )
     return made
 

@@ -44,7 +44,7 @@ def list_(
     with connected_client(context) as client:
         listed = client.credentials(role=role, subject=subject).collect()
         now = SYSTEM_CLOCK.wall()
-        living = [one for one in listed.credentials if everything or _is_valid(one, now)]
+        living = [credential for credential in listed.credentials if everything or _is_valid(credential, now)]
         show(wire.CredentialList(credentials=tuple(living)), as_json, _table(living, now))
 
 
@@ -131,9 +131,15 @@ def _is_valid(one: wire.Credential, now: float) -> bool:
 
 def _table(credentials: Sequence[wire.Credential], now: float) -> RenderableType:
     made = tables.table("id", "role", "of", "since", "by", "state", "note", right=("since",))
-    for one in credentials:
+    for credential in credentials:
         made.add_row(
-            one.id, one.role, one.subject, age(now - one.created_at), one.created_by, _state(one, now), one.note or "-"
+            credential.id,
+            credential.role,
+            credential.subject,
+            age(now - credential.created_at),
+            credential.created_by,
+            _state(credential, now),
+            credential.note or "-",
         )
     return made
 

@@ -44,8 +44,8 @@ def list_(directory: Directory = None, as_json: Json = False) -> None:
     """List the memory of all vaults of this user, and what stopped vaults left."""
     found = [_memory(path) for path in _vault_directories(directory)]
     view = tables.table("name", "jobs", "memory", "vault", right=("memory",))
-    for one in found:
-        view.add_row(one.name, ", ".join(one.jobs) or "-", size(one.bytes), _state(one))
+    for vault in found:
+        view.add_row(vault.name, ", ".join(vault.jobs) or "-", size(vault.bytes), _state(vault))
     show(found, as_json, view)
 
 

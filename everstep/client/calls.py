@@ -1,7 +1,7 @@
 """Define every call of the REST API: path, parameters, body and type of the answer.
 
 Each function makes a ``Call`` or a ``Listing``. ``Client`` and ``AsyncClient`` have a method for each of them, with the
-same name and parameters, which sends it and returns the answer. Every order needs a reason, which the audit log keeps.
+same name and parameters, which sends it and returns the answer. Every order needs a reason, which the event log keeps.
 """
 
 from __future__ import annotations
@@ -192,7 +192,7 @@ def plan_maintenance(
 
     Args:
         until: End of the window in wall seconds.
-        reason: Reason, kept in the audit log.
+        reason: Reason, kept in the event log.
         starts_at: Begin of the window in wall seconds. Default: now.
         node: The node.
         rack: The rack, instead of a node.
@@ -259,6 +259,20 @@ def job_checkpoints(job: str) -> Call[history.JobCheckpoints]:
     return _get(path("jobs", job, "checkpoints"), history.JobCheckpoints)
 
 
+def job_output(job: str, *, rank: int | None = None, lines: int = 20) -> Call[op.JobOutput]:
+    """Return the last lines that a job's ranks printed, if the controller runs on their machine as their user.
+
+    Args:
+        job: The job.
+        rank: Only this rank.
+        lines: Most lines of each rank, up to 200.
+
+    Raises:
+        NotFound: There is no such job or rank.
+    """
+    return _get(path("jobs", job, "output"), op.JobOutput, rank=rank, lines=lines)
+
+
 def stop_job(job: str, *, reason: str) -> Call[op.ChangeResult]:
     """Stop a job."""
     return _post(path("jobs", job, "stop"), op.ReasonOnlyRequest(reason=reason), op.ChangeResult)
@@ -289,7 +303,7 @@ def start_probe(
 
     Args:
         nodes: The nodes, at most 64.
-        reason: Reason, kept in the audit log.
+        reason: Reason, kept in the event log.
         backend: ``gloo`` tests hosts, ``nccl`` tests GPUs.
     """
     return _post("/v1/probes", op.StartProbe(nodes=tuple(nodes), backend=backend, reason=reason), op.ProbeStatus)
@@ -308,7 +322,7 @@ def events(
     since: float | None = None,
     until: float | None = None,
 ) -> Listing[op.EventList, op.Event]:
-    """List the audit log, oldest first.
+    """List the event log, oldest first.
 
     Args:
         after: Only events after the one of this number.
@@ -344,15 +358,15 @@ def newest_events(
     return Call(method="GET", path="/v1/events", kind=op.EventList, query=query)
 
 
-def audit(
+def orders(
     *, after: int = 0, node: str = "", job: str = "", since: float | None = None, until: float | None = None
 ) -> Listing[op.EventList, op.Event]:
     """List orders of people with their reasons, oldest first. Filters as in ``events``."""
     query = {"node": node, "job": job, "since": since, "until": until}
-    return Listing(path="/v1/audit", kind=op.EventList, query=query, after=after)
+    return Listing(path="/v1/orders", kind=op.EventList, query=query, after=after)
 
 
-def newest_audit(
+def newest_orders(
     limit: int = 50, *, node: str = "", job: str = "", since: float | None = None, until: float | None = None
 ) -> Call[op.EventList]:
     """Return the newest ``limit`` orders of people (at most 1000), oldest first. Filters as in ``events``."""
@@ -364,7 +378,7 @@ def newest_audit(
         "since": since,
         "until": until,
     }
-    return Call(method="GET", path="/v1/audit", kind=op.EventList, query=query)
+    return Call(method="GET", path="/v1/orders", kind=op.EventList, query=query)
 
 
 def generations(*, job: str = "") -> Listing[op.GenerationList, GenerationSpec]:

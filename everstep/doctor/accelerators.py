@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -15,7 +16,7 @@ import msgspec
 from everstep.doctor.results import CheckResult, fail, ok, warn
 from everstep.errors import DECODE_ERRORS
 
-OLDEST_TORCH = (2, 6)
+OLDEST_TORCH = (2, 13)
 TORCH_TIMEOUT_S = 120.0
 """Longest import of torch; from a cold network file system it takes a minute."""
 _NVML_LIBRARY = "libnvidia-ml.so.1"
@@ -25,7 +26,8 @@ _VERSION_BYTES = 80
 class TorchFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What a child process found out about torch.
 
-    ``error``: why torch cannot be used at all. ``device_error``: why its CUDA devices cannot.
+    ``error``: why torch cannot be used at all. ``device_error``: why its CUDA devices cannot. ``uses_nccl2``: the name
+    "nccl" stands for torch's newer NCCL backend.
     """
 
     version: str = ""
@@ -35,6 +37,7 @@ class TorchFacts(msgspec.Struct, frozen=True, kw_only=True):
     device_error: str = ""
     has_gloo: bool = False
     has_nccl: bool = False
+    uses_nccl2: bool = False
     error: str = ""
 
 
@@ -51,9 +54,10 @@ def read_torch(timeout_s: float = TORCH_TIMEOUT_S) -> TorchFacts:
     """Return the facts about torch, from a child process."""
     if importlib.util.find_spec("torch") is None:
         return TorchFacts(error="torch is not installed in this environment (pip install 'everstep[trainer]')")
-    command = [sys.executable, "-P", "-m", "everstep_trainer.torch_facts"]
+    command = [sys.executable, "-P", "-m", "everstep_trainer.base.torch_facts"]
     try:
-        ended = subprocess.run(command, capture_output=True, timeout=timeout_s, check=False)
+        environment = {"TORCH_DIST_USE_NCCL2": "0", **os.environ}  # as everstep-launch sets it for ranks
+        ended = subprocess.run(command, capture_output=True, timeout=timeout_s, check=False, env=environment)
     except subprocess.TimeoutExpired:
         return TorchFacts(error=f"torch was not imported within {timeout_s:g} s")
     try:
@@ -117,3 +121,5 @@ def check_torch(torch: TorchFacts, driver: DriverFacts) -> Iterator[CheckResult]
         yield fail("gloo", "this torch was built without gloo, over which ranks meet: install another build")
     elif driver.devices and not torch.has_nccl:
         yield fail("NCCL", "this torch was built without NCCL: install a build with CUDA")
+    elif driver.devices and torch.uses_nccl2:
+        yield warn("NCCL", "torch uses nccl2, which Everstep was not tested with: set TORCH_DIST_USE_NCCL2=0")

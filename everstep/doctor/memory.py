@@ -8,8 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from everstep.cgroups import cgroup_available_bytes
 from everstep.doctor.results import CheckResult, fail, ok, warn
+from everstep.host.cgroups import cgroup_available_bytes
 from everstep.layout.slots import SLOTS_PER_RANK
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - shared memory is the point

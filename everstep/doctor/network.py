@@ -62,7 +62,7 @@ def check_interfaces(environ: Mapping[str, str], interfaces: Iterable[str]) -> I
         elif value.startswith("^"):
             missing = [] if any(not _fits(name, wanted, value) for name in known) else wanted
         else:
-            missing = [name for name in wanted if not any(_fits(one, [name], value) for one in known)]
+            missing = [name for name in wanted if not any(_fits(interface, [name], value) for interface in known)]
         if missing:
             advice = f"name one of {', '.join(known)}, or unset the variable"
             yield fail(variable, f"{value!r} leaves no interface: {', '.join(missing)} is not usable here; {advice}")
@@ -73,13 +73,13 @@ def check_interfaces(environ: Mapping[str, str], interfaces: Iterable[str]) -> I
 def _fits(name: str, wanted: list[str], value: str) -> bool:
     """Return whether an interface is named; NCCL takes names as prefixes, without an equals sign in front."""
     exact = value.lstrip("^").startswith("=")
-    return any(name == one if exact else re.match(re.escape(one), name) for one in wanted)
+    return any(name == pattern if exact else re.match(re.escape(pattern), name) for pattern in wanted)
 
 
 def check_host_name(name: str, addresses: Iterable[str]) -> Iterator[CheckResult]:
     """Check that other nodes can reach this host by its name."""
     found = sorted(set(addresses))
-    reachable = [one for one in found if not ipaddress.ip_address(one.partition("%")[0]).is_loopback]
+    reachable = [address for address in found if not ipaddress.ip_address(address.partition("%")[0]).is_loopback]
     if reachable:
         yield ok("host name", f"{name} is {', '.join(reachable)}")
     else:

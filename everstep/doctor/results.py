@@ -54,4 +54,4 @@ def run_checks(checks: Mapping[str, Check]) -> DoctorReport:
             results += check()
         except Exception as error:  # noqa: BLE001 - the others are still worth knowing
             results.append(warn(name, f"could not be checked: {type(error).__name__}: {error}"))
-    return DoctorReport(ok=all(one.status is not Status.FAIL for one in results), results=tuple(results))
+    return DoctorReport(ok=all(result.status is not Status.FAIL for result in results), results=tuple(results))

@@ -15,8 +15,6 @@ import xxhash
 from everstep.errors import DECODE_ERRORS, DigestMismatch, MalformedMessage
 from everstep.native import DIGEST_BYTES
 
-# ---- digests of consecutive byte ranges
-
 
 class RangeHasher:
     """Computes the xxh3-128 of each range from the ranges' bytes, fed in order while they are still in the cache.

@@ -8,6 +8,7 @@ seconds, a space, and the text.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import glob
 import os
@@ -19,11 +20,12 @@ import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
 from everstep.errors import DECODE_ERRORS
-from everstep.private_files import make_private_directories, write_private
+from everstep.host.private_files import make_private_directories, write_private
 
 FOLDER = "output"
 """Name of the folder in the launcher's state directory."""
@@ -35,6 +37,10 @@ OLDER = ".1"
 MAX_FOLDERS = 20
 """Folders of ended launchers of one host that are kept: the newest."""
 MAX_ABOUT_BYTES = 1 << 20
+MAX_LINE_BYTES = 8 << 10
+"""Longest line that is kept; the rest of a longer one is left out."""
+_PREFIX_BYTES = 32
+"""More than the bytes of a line's time, the space behind it, and its end."""
 _LINE = re.compile(rb"(\d+\.\d+) (.*)")
 
 
@@ -46,12 +52,14 @@ class AboutOutput(msgspec.Struct, frozen=True, kw_only=True):
         node: Name of the node; empty before the launcher has joined the job.
         started_at: Start of the launcher, in wall seconds.
         ranks: Global ranks by local rank, as of the newest generation.
+        keeps_ranks: The output of ranks is kept, and not only the launcher's log.
     """
 
     job: str
     node: str = ""
     started_at: float
     ranks: dict[int, int] = {}
+    keeps_ranks: bool = True
 
 
 class KeptLine(msgspec.Struct, frozen=True, order=True):
@@ -77,18 +85,25 @@ class KeptOutput(msgspec.Struct, frozen=True):
     @property
     def is_running(self) -> bool:
         """True while the launcher runs."""
-        with contextlib.suppress(OSError), (self.path / LOCK_FILE).open("rb") as lock:
+        with contextlib.suppress(OSError), open_kept(self.path / LOCK_FILE) as lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 return True
         return False
 
+    @property
+    def is_of_this_host(self) -> bool:
+        """True if a launcher of this host made the folder."""
+        return self.path.name.startswith(f"{self.about.job}@{_host()}-")
+
     def files(self) -> dict[int, Path]:
         """Return the files of ranks, by global rank; before the first generation, or without one, by local rank.
 
-        A rank that has printed nothing has no file yet.
+        A rank that has printed nothing has no file yet. If no output of ranks is kept, there are none.
         """
+        if not self.about.keeps_ranks:
+            return {}
         found = (re.fullmatch(r"local-rank-(\d+)\.log", file.name) for file in self.path.iterdir())
         local_ranks = {int(match[1]) for match in found if match is not None} | self.about.ranks.keys()
         return {self.about.ranks.get(each, each): self.path / rank_file(each) for each in sorted(local_ranks)}
@@ -113,7 +128,7 @@ def make_output_folder(state_dir: Path, about: AboutOutput) -> tuple[Path, int]:
     """
     parent = state_dir / FOLDER
     make_private_directories(parent)
-    host = re.sub(r"[^A-Za-z0-9.]", "", socket.gethostname())
+    host = _host()
     _prune(parent, host)
     folder = Path(tempfile.mkdtemp(prefix=f"{about.job}@{host}-", dir=parent))  # 0700
     lock = os.open(folder / LOCK_FILE, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
@@ -125,6 +140,10 @@ def make_output_folder(state_dir: Path, about: AboutOutput) -> tuple[Path, int]:
 def write_about(folder: Path, about: AboutOutput) -> None:
     """Replace what a folder says about its launcher. Raises OSError."""
     write_private(folder / ABOUT_FILE, msgspec.json.encode(about))
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9.]", "", socket.gethostname())
 
 
 def _prune(parent: Path, host: str) -> None:
@@ -150,10 +169,60 @@ def _read(path: Path) -> KeptOutput | None:
         status = path.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
             return None
-        with (path / ABOUT_FILE).open("rb") as file:
+        with open_kept(path / ABOUT_FILE) as file:
             return KeptOutput(path, msgspec.json.decode(file.read(MAX_ABOUT_BYTES), type=AboutOutput))
     except (OSError, *DECODE_ERRORS):
         return None
+
+
+def open_kept(path: Path) -> BinaryIO:
+    """Open a file of a folder. A rank could put a link or a pipe in its place, which counts as missing.
+
+    Raises:
+        FileNotFoundError: There is no such regular file.
+        OSError: It cannot be opened.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise FileNotFoundError(errno.ENOENT, "it is a link", str(path)) from error
+        raise
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise FileNotFoundError(errno.ENOENT, "it is no regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def tail(label: str, path: Path, count: int, max_bytes: int) -> list[KeptLine]:
+    """Return the newest lines of one file, without reading what lies before them.
+
+    Args:
+        label: The process that wrote it.
+        path: The file.
+        count: Most lines.
+        max_bytes: Most bytes that are read. Lines that do not fit are left out, from the oldest on.
+
+    Raises:
+        OSError: The file cannot be read.
+    """
+    room = min(max_bytes, count * (MAX_LINE_BYTES + _PREFIX_BYTES))
+    data, inode = b"", 0
+    for part in (path, path.with_name(path.name + OLDER)):
+        with contextlib.suppress(FileNotFoundError), open_kept(part) as file:
+            status = os.fstat(file.fileno())
+            if status.st_ino == inode:  # it became the older file just now
+                break
+            inode, start = status.st_ino, max(0, status.st_size - (room - len(data)))
+            found = os.pread(file.fileno(), status.st_size - start, start)
+            if start > 0:
+                found = found.partition(b"\n")[2]
+            data = found[: found.rfind(b"\n") + 1] + data
+            if start > 0:
+                break
+        if len(data) >= room or data.count(b"\n") >= count:
+            break
+    return list(deque(decode_lines(label, data.split(b"\n")), count))
 
 
 def last_lines(files: Iterable[tuple[str, Path]], count: int) -> list[KeptLine]:
@@ -172,7 +241,7 @@ def last_lines(files: Iterable[tuple[str, Path]], count: int) -> list[KeptLine]:
 
 def _lines_of(label: str, path: Path) -> Iterator[KeptLine]:
     for part in (path.with_name(path.name + OLDER), path):
-        with contextlib.suppress(FileNotFoundError), part.open("rb") as file:
+        with contextlib.suppress(FileNotFoundError), open_kept(part) as file:
             yield from decode_lines(label, file)
 
 
@@ -197,7 +266,7 @@ class FollowedFile:
     def read(self) -> list[KeptLine]:
         """Return the whole lines that are new."""
         found: list[KeptLine] = []
-        with contextlib.suppress(FileNotFoundError), self._path.open("rb") as file:
+        with contextlib.suppress(FileNotFoundError), open_kept(self._path) as file:
             inode = os.fstat(file.fileno()).st_ino
             if inode != self._inode:
                 found += self._rest_of_older()
@@ -207,7 +276,7 @@ class FollowedFile:
 
     def _rest_of_older(self) -> list[KeptLine]:
         older = self._path.with_name(self._path.name + OLDER)
-        with contextlib.suppress(FileNotFoundError), older.open("rb") as file:
+        with contextlib.suppress(FileNotFoundError), open_kept(older) as file:
             if os.fstat(file.fileno()).st_ino == self._inode:
                 return self._read_from(file.fileno())
         return []

@@ -1,7 +1,7 @@
 """Open the fsspec file system that a URL names: with fsspec's own package (s3fs, gcsfs, adlfs), or with obstore.
 
 obstore is one package without dependencies. s3fs needs botocore, which conflicts with some other packages
-(docs/decisions/0047).
+(docs/decisions/0028).
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def find_stored_run(root: str, job: str, *, fresh: bool) -> StoredRun:
 
     Raises:
         ConfigurationError: No package opens the URL.
-        Unavailable: The storage cannot be listed, so that nobody knows what is there.
+        Unavailable: The storage cannot be listed, so its checkpoints are unknown.
     """
     try:
         storage = _open(root)
@@ -65,7 +65,7 @@ def find_stored_run(root: str, job: str, *, fresh: bool) -> StoredRun:
             return StoredRun(_run_folder(job, runs[-1] + 1 if runs else 1))
         folder = _run_folder(job, runs[-1] if runs else 1)
         versions = sorted(filter(None, map(parse_folder_name, storage.list(folder))), key=lambda one: one.step)
-        highest = max((one.generation for one in versions), default=0)
+        highest = max((version.generation for version in versions), default=0)
         return StoredRun(folder, _newest(storage, root, folder, versions), highest)
     except storage_errors() as error:
         raise Unavailable(
@@ -112,7 +112,7 @@ class _Storage:
                 return [entry.name for entry in os.scandir(path) if entry.is_dir(follow_symlinks=False)]
             self._filesystem.invalidate_cache()
             entries = self._filesystem.ls(path, detail=True)
-            return [one["name"].rstrip("/").rpartition("/")[2] for one in entries if one["type"] == "directory"]
+            return [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory"]
         return []
 
     def written_at(self, name: str) -> float | None:

@@ -6,7 +6,7 @@
  *
  * The digest is XXH3 with 128 bits, seed 0 and the default secret, of inputs longer than 240 bytes, by its specification
  * (doc/xxhash_spec.md of github.com/Cyan4973/xxHash): stripes of 64 bytes are folded into eight lanes, which are
- * scrambled after every 16 of them; the last 64 bytes are folded once more. Whoever has less to hash needs none of this.
+ * scrambled after every 16 of them; the last 64 bytes are folded once more. Shorter inputs need none of this.
  *
  * For x86-64 with AVX2 alone; everstep_usable says whether this machine is one.
  */

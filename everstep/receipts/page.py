@@ -96,10 +96,10 @@ def _strip(receipt: JobReceipt) -> str:
     if not receipt.recoveries or receipt.duration_s <= 0:
         return ""
     marks = []
-    for one in receipt.recoveries:
-        left = 100 * max(0.0, one.decided_at - receipt.began_at) / receipt.duration_s
-        width = min(100 - left, 100 * one.lost_s / receipt.duration_s)
-        title = escape(f"generation {one.generation}, after {format_span(one.decided_at - receipt.began_at)}")
+    for recovery in receipt.recoveries:
+        left = 100 * max(0.0, recovery.decided_at - receipt.began_at) / receipt.duration_s
+        width = min(100 - left, 100 * recovery.lost_s / receipt.duration_s)
+        title = escape(f"generation {recovery.generation}, after {format_span(recovery.decided_at - receipt.began_at)}")
         marks.append(f'<i style="left:{left:.2f}%;width:{width:.3f}%" title="{title}"></i>')
     label = escape(f"{format_count(receipt.recovery_count, 'recovery', 'recoveries')} over the run")
     return (
@@ -120,16 +120,16 @@ def _table(heads: str, rows: Iterable[str], kind: str = "") -> str:
 def _recoveries(receipt: JobReceipt) -> str:
     if not receipt.recoveries:
         return '<h2>Recoveries</h2><p class="why">None.</p>'
-    longest = max([one.duration_s or 0.0 for one in receipt.recoveries] + [1e-9])
-    rows = [_recovery_row(one, receipt, longest) for one in receipt.recoveries]
-    used = [phase for phase in RECOVERY_PHASES if any(one.phases_s.get(phase) for one in receipt.recoveries)]
+    longest = max([recovery.duration_s or 0.0 for recovery in receipt.recoveries] + [1e-9])
+    rows = [_recovery_row(recovery, receipt, longest) for recovery in receipt.recoveries]
+    used = [phase for phase in RECOVERY_PHASES if any(recovery.phases_s.get(phase) for recovery in receipt.recoveries)]
     keys = "".join(
         f'<span><i style="background:var(--p-{RECOVERY_PHASES.index(phase)})"></i>{phase.replace("_", " ")}</span>'
         for phase in used
     )
     total = receipt.recovery_count + receipt.other_regroups
     more = f'<p class="why">The newest of {total:,}.</p>' if total > len(receipt.recoveries) else ""
-    at_boundary = any(one.after_step is not None for one in receipt.recoveries)
+    at_boundary = any(recovery.after_step is not None for recovery in receipt.recoveries)
     rest = "training on until a boundary, or directives" if at_boundary else "directives and reports"
     heads = ">generation|>after|cause|phases of the slowest rank|>took|>steps again|>ranks"
     return f'<h2>Recoveries</h2>{more}{_table(heads, rows)}<p class="keys">{keys}<span><i></i>{rest}</span></p>'
@@ -169,11 +169,12 @@ def _evictions(receipt: JobReceipt) -> str:
     if not receipt.evictions:
         return ""
     rows = [
-        f'<tr><td>{escape(one.node)}</td><td class="n">{format_span(max(0.0, one.at - receipt.began_at))}</td>'
-        f"<td>{escape(one.decision.replace('_', ' '))}</td><td><code>{escape(one.rule or '–')}</code></td>"
-        f'<td class="sentence">{escape(one.evidence or one.sentence)}'
-        f'<br><span class="why">{escape(one.sentence if one.evidence else "")}</span></td></tr>'
-        for one in receipt.evictions
+        f"<tr><td>{escape(eviction.node)}</td>"
+        f'<td class="n">{format_span(max(0.0, eviction.at - receipt.began_at))}</td>'
+        f"<td>{escape(eviction.decision.replace('_', ' '))}</td><td><code>{escape(eviction.rule or '–')}</code></td>"
+        f'<td class="sentence">{escape(eviction.evidence or eviction.sentence)}'
+        f'<br><span class="why">{escape(eviction.sentence if eviction.evidence else "")}</span></td></tr>'
+        for eviction in receipt.evictions
     ]
     return f"<h2>Evictions</h2>{_table('node|>after|decision|rule|evidence', rows)}"
 
@@ -189,9 +190,9 @@ def _sizes(receipt: JobReceipt) -> str:
     if len(receipt.sizes) < 2:
         return ""
     rows = [
-        f'<tr><td class="n">{one.generation}</td><td class="n">{format_span(max(0.0, one.at - receipt.began_at))}</td>'
-        f'<td class="n">{one.ranks:,}</td></tr>'
-        for one in receipt.sizes
+        f'<tr><td class="n">{size.generation}</td>'
+        f'<td class="n">{format_span(max(0.0, size.at - receipt.began_at))}</td><td class="n">{size.ranks:,}</td></tr>'
+        for size in receipt.sizes
     ]
     return f"<h2>World sizes</h2>{_table('>generation|>after|>ranks', rows, 'narrow')}"
 
@@ -200,9 +201,9 @@ def _versions(receipt: JobReceipt) -> str:
     if not receipt.versions:
         return ""
     rows = [
-        f'<tr><td class="n">{one.version}</td><td>{escape(one.storage_tier)}</td>'
-        f"<td>{'yes' if one.restorable else 'no'}</td>"
-        f'<td class="sentence">{escape(one.url or one.sentence)}</td></tr>'
-        for one in receipt.versions
+        f'<tr><td class="n">{version.version}</td><td>{escape(version.storage_tier)}</td>'
+        f"<td>{'yes' if version.restorable else 'no'}</td>"
+        f'<td class="sentence">{escape(version.url or version.sentence)}</td></tr>'
+        for version in receipt.versions
     ]
     return f"<h2>Versions kept</h2>{_table('>version|where|restorable|place', rows, 'narrow')}"

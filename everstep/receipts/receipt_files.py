@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from everstep.errors import DECODE_ERRORS, ConfigurationError
-from everstep.private_files import make_private_directories, write_private
+from everstep.host.private_files import make_private_directories, write_private
 from everstep.receipts.page import render_page
 from everstep.wire.v1.receipts import JobReceipt
 
@@ -62,7 +62,7 @@ def receipt_json(receipt: JobReceipt) -> bytes:
 
 def stored_receipts(state_dir: Path) -> list[StoredReceipt]:
     """Return the receipts in a state directory, newest first. Unreadable and foreign files are left out."""
-    found = [one for path in (state_dir / FOLDER).glob("*.json") for one in _read(path)]
+    found = [receipt for path in (state_dir / FOLDER).glob("*.json") for receipt in _read(path)]
     return sorted(found, key=lambda one: (one.receipt.ended_at, one.path.name), reverse=True)
 
 
@@ -72,7 +72,7 @@ def find_receipt(state_dir: Path, wanted: str) -> StoredReceipt:
     Raises ConfigurationError if there is none.
     """
     stored = stored_receipts(state_dir)
-    chosen = next((one for one in stored if one.receipt.job == wanted), None)
+    chosen = next((stored_receipt for stored_receipt in stored if stored_receipt.receipt.job == wanted), None)
     if chosen is None and wanted.isdecimal() and 1 <= int(wanted) <= len(stored):
         chosen = stored[int(wanted) - 1]
     if chosen is None:

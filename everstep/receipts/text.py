@@ -63,7 +63,7 @@ def format_loss(loss: float | None) -> str:
 
 def format_sizes(receipt: JobReceipt) -> str:
     """Format the numbers of ranks over time: ``8 -> 6 -> 8``; of many only the first and the last ones."""
-    ranks = [str(one.ranks) for one in receipt.sizes] or [str(receipt.ranks)]
+    ranks = [str(size.ranks) for size in receipt.sizes] or [str(receipt.ranks)]
     if len(ranks) > 8:
         ranks = [*ranks[:3], "...", *ranks[-4:]]
     return " -> ".join(ranks)
@@ -84,7 +84,7 @@ def one_line(sentence: str, limit: int = MAX_SENTENCE_CHARS) -> str:
 
 def repeated_steps(receipt: JobReceipt) -> int | None:
     """Return the steps computed again by all recoveries, as far as known; None if it is known of none."""
-    known = [one.repeated_steps for one in receipt.recoveries if one.repeated_steps is not None]
+    known = [recovery.repeated_steps for recovery in receipt.recoveries if recovery.repeated_steps is not None]
     return sum(known) if known or not receipt.recoveries else None
 
 
@@ -129,7 +129,7 @@ def _recovery_lines(receipt: JobReceipt) -> list[str]:
     shown = receipt.recoveries[-MAX_LISTED_RECOVERIES:]
     total = receipt.recovery_count + receipt.other_regroups
     lines = [f"  the last {len(shown)} of them:"] if total > len(shown) else []
-    return lines + [_recovery_line(one) for one in shown]
+    return lines + [_recovery_line(recovery) for recovery in shown]
 
 
 def _recovery_line(one: ReceiptRecovery) -> str:
@@ -148,7 +148,7 @@ def _figure_lines(receipt: JobReceipt) -> list[str]:
     if receipt.recovery_count:
         lost, saved = format_work(receipt, costs.lost_rank_s), format_work(receipt, costs.saved_rank_s)
         lines.append(f"  {lost} lost; {saved} saved against {comparison(receipt)}")
-    lines += [f"  {describe_eviction(one)}" for one in receipt.evictions[-MAX_LISTED_EVICTIONS:]]
+    lines += [f"  {describe_eviction(eviction)}" for eviction in receipt.evictions[-MAX_LISTED_EVICTIONS:]]
     lines += [f"  {one_line(note)}" for note in receipt.audit_notes[-MAX_LISTED_NOTES:]]
-    lines += [f"  kept: version {one.version} at {one.url}" for one in receipt.versions if one.url][:1]
+    lines += [f"  kept: version {version.version} at {version.url}" for version in receipt.versions if version.url][:1]
     return lines

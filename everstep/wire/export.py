@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from everstep.ids import with_portable_patterns
+from everstep.ids import portable_json_schema
 from everstep.wire import v1
 from everstep.wire.v1.base import Message
 
@@ -34,7 +34,7 @@ def module_schema(module: ModuleType) -> dict[str, Any]:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         "title": name,
         "description": (module.__doc__ or "").strip().splitlines()[0],
-        "$defs": with_portable_patterns(dict(sorted(components.items()))),
+        "$defs": portable_json_schema(dict(sorted(components.items()))),
     }
 
 

@@ -233,7 +233,7 @@ class VaultChannel:
 
 
 def connect(address: str, peer: str, connect_timeout_s: float, io_timeout_s: float) -> VaultChannel:
-    """Connect to a vault. Raises Unavailable if nobody listens at ``address``."""
+    """Connect to a vault. Raises Unavailable if no vault listens at ``address``."""
     try:
         sock = socket.create_connection(split_address(address), connect_timeout_s)
     except (OSError, ValueError) as error:

@@ -13,7 +13,7 @@ from everstep.cli.login import stored
 from everstep.cli.login.stored import StoredLogin
 from everstep.client import Client
 from everstep.errors import EverstepError
-from everstep.state_directory import preferred_state_directory
+from everstep.host.state_directory import preferred_state_directory
 from everstep.system_clock import SYSTEM_CLOCK
 
 
@@ -66,10 +66,10 @@ def log_out(context: typer.Context) -> None:
         given: ConnectionOptions = context.obj
         access = given.resolved(os.environ)
         removed = stored.remove(preferred_state_directory(os.environ), access.controller.split(","))
-        for one in removed:
-            console.print(f"logged out of {', '.join(one.controllers)}")
-            if one.refresh_token and one.provider.revocation_endpoint:
-                _revoke(one, access.ca_file)
+        for login in removed:
+            console.print(f"logged out of {', '.join(login.controllers)}")
+            if login.refresh_token and login.provider.revocation_endpoint:
+                _revoke(login, access.ca_file)
         if not removed:
             console.print(f"there is no login for {access.controller}")
 

@@ -98,7 +98,7 @@ def log_in_by_device(options: op.LoginOptions, provider: oidc.Provider, ca_file:
             interval_s += SLOWER_S if error.reason == "slow_down" else 0.0
         else:
             return _checked(options, provider, tokens, ca_file)
-    raise AuthenticationError("nobody entered the code in time: `everstep login` again")
+    raise AuthenticationError("the code was not entered in time: run `everstep login` again")
 
 
 # ---- the browser of this machine

@@ -68,7 +68,7 @@ def _read(folder: Path) -> tuple[StoredLogin, ...]:
 
 
 def _write(folder: Path, logins: Sequence[StoredLogin]) -> None:
-    from everstep.private_files import write_private
+    from everstep.host.private_files import write_private
 
     write_private(folder / FILE, msgspec.json.encode(_File(tuple(logins))) + b"\n")
 
@@ -78,7 +78,7 @@ def _locked(folder: Path) -> Iterator[None]:
     """Hold the file's lock, which only this user can take. Raises ConfigurationError if files cannot be written."""
     with ExitStack() as stack:
         try:
-            from everstep.private_files import make_private_directories
+            from everstep.host.private_files import make_private_directories
 
             make_private_directories(folder)
             descriptor = os.open(folder / f"{FILE}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -96,13 +96,13 @@ def _addresses(controllers: Sequence[str]) -> set[str]:
 def _find(logins: Sequence[StoredLogin], controllers: Sequence[str]) -> StoredLogin | None:
     """Return the login that was made for all these controllers."""
     wanted = _addresses(controllers)
-    return next((one for one in logins if wanted <= set(one.controllers)), None)
+    return next((login for login in logins if wanted <= set(login.controllers)), None)
 
 
 def store(folder: Path, login: StoredLogin) -> None:
     """Keep a login, in place of others for any of its controllers. Raises ConfigurationError if it cannot be kept."""
     with _locked(folder):
-        others = [one for one in _read(folder) if not set(one.controllers) & set(login.controllers)]
+        others = [stored for stored in _read(folder) if not set(stored.controllers) & set(login.controllers)]
         _write(folder, [*others, login])
 
 
@@ -110,9 +110,9 @@ def remove(folder: Path, controllers: Sequence[str]) -> list[StoredLogin]:
     """Remove the logins for any of these controllers, and return them. Raises ConfigurationError."""
     with _locked(folder):
         logins, wanted = _read(folder), _addresses(controllers)
-        removed = [one for one in logins if wanted & set(one.controllers)]
+        removed = [login for login in logins if wanted & set(login.controllers)]
         if removed:
-            _write(folder, [one for one in logins if one not in removed])
+            _write(folder, [login for login in logins if login not in removed])
     return removed
 
 
@@ -167,7 +167,7 @@ def current_token(folder: Path, controllers: Sequence[str], ca_file: str = "") -
         if login is None or _is_fresh(login):
             return login.id_token if login is not None else ""
         refreshed = _refresh(login, ca_file)
-        _write(folder, [refreshed if one == login else one for one in logins])
+        _write(folder, [refreshed if stored == login else stored for stored in logins])
     return refreshed.id_token
 
 

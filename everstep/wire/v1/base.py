@@ -14,7 +14,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A message: immutable and by keyword only. Unknown fields are ignored, so that two releases understand each other
-    whichever is upgraded first (docs/decisions/0046)."""
+    whichever is upgraded first (docs/decisions/0001)."""
 
 
 class Request(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -22,7 +22,7 @@ class Request(Message, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class OperatorRequest(Request, frozen=True, kw_only=True):
-    """A person's order. ``reason``: why; the audit log shows it beside the name, as one line without control
+    """A person's order. ``reason``: why; the event log shows it beside the name, as one line without control
     characters, which could forge lines or control a terminal."""
 
     reason: Annotated[

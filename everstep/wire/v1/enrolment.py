@@ -18,7 +18,7 @@ CredentialId = Annotated[str, full_match(r"[0-9a-f]{16}")]
 SecretHash = Annotated[str, full_match(r"[0-9a-f]{64}")]
 """SHA-256, in hex, of a token's secret part."""
 PersonName = Annotated[str, full_match(r"[A-Za-z0-9][A-Za-z0-9._@+-]{0,127}")]
-"""A person or a program, as the audit log shows it."""
+"""A person or a program, as the event log shows it."""
 NodePattern = Annotated[str, full_match(r"[A-Za-z0-9.*?_-]{1,128}")]
 """Node names, with ``*`` for any letters and ``?`` for one."""
 Note = Annotated[str, msgspec.Meta(max_length=256)]
@@ -116,7 +116,7 @@ class Credential(Message, frozen=True, kw_only=True):
 
 
 class Issued(Message, frozen=True, kw_only=True):
-    """A new credential; ``token`` is shown only here. ``trace`` finds it in the audit log."""
+    """A new credential; ``token`` is shown only here. ``trace`` finds it in the event log."""
 
     credential: Credential
     token: str

@@ -6,7 +6,8 @@
 * A launcher sends ``LauncherJoined`` and ``LauncherLeaving``. It receives ``NewGeneration``, ``KillRank``,
   ``StopJob``.
 * A rank sends ``RankHeartbeat``, reports and ``WrongProduct``, and receives ``NewGeneration``, ``StopJob``,
-  ``VersionNotice``. The end of its connection is the end of its process: the agent reports ``RankLost`` at once.
+  ``VersionNotice``. The end of its connection is the end of its process: the agent reports ``RankLost`` at once. With
+  ``Welcome`` it gets memory for a mutex that tells of its death sooner (``everstep.host.robust_mutex``).
 
 ``vault.sock``: ranks and the agent's supervisor connect. Requests carry ``request``; the answer repeats it.
 """
@@ -427,7 +428,7 @@ class Fetch(_JobRequest, frozen=True, kw_only=True, tag=True):
         ranges: (offset, length) in the slot's payload, written one after another from ``target_offset`` on. Empty: the
             manifest.
         target_path: A scratch file under the segment directory.
-        parity_group: Nobody holds the slot any more; rebuild it from this group, which contains it (``node`` is
+        parity_group: No vault holds the slot any more; rebuild it from this group, which contains it (``node`` is
             ignored).
     """
 

@@ -11,14 +11,14 @@ from typing import Annotated, Literal
 import msgspec
 
 from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, Rank, ShortText, TraceId, Version
-from everstep.vocabulary import AuditLink, Finding, GenerationReason, JobState, NodeState, Verdict
+from everstep.vocabulary import AuditKind, Finding, GenerationReason, JobState, NodeState, Verdict
 from everstep.wire.v1.agent import UNKNOWN_HOST, Domain, Gpu, Host
 from everstep.wire.v1.base import Message, OperatorRequest
 from everstep.wire.v1.training import GenerationSpec, JobSpec, Member, SdcMode, SdcPreset
 
 
 class ReasonOnlyRequest(OperatorRequest, frozen=True, kw_only=True):
-    """A change without parameters; the audit log shows the reason beside the operator's name."""
+    """A change without parameters; the event log shows the reason beside the operator's name."""
 
 
 class Resize(OperatorRequest, frozen=True, kw_only=True):
@@ -190,7 +190,8 @@ class GenerationRecovery(Message, frozen=True, kw_only=True):
 
 class RankStatus(Message, frozen=True, kw_only=True):
     """A rank's newest progress. ``step`` is its last finished step. ``busy_s``: of ``step_s``, the seconds in which the
-    rank did not wait for others; None if it is not measured."""
+    rank did not wait for others; None if it is not measured. ``snapshot_every``: steps between its snapshots; 0 if only
+    versions to be committed are stored."""
 
     rank: Rank
     node: NodeId
@@ -198,6 +199,7 @@ class RankStatus(Message, frozen=True, kw_only=True):
     step_s: float = 0.0
     loss: float | None = None
     busy_s: float | None = None
+    snapshot_every: int = 1
 
 
 class JobSummary(Message, frozen=True, kw_only=True):
@@ -244,7 +246,7 @@ class JobAudits(Message, frozen=True, kw_only=True):
 
     preset: SdcPreset = "off"
     mode: SdcMode = "enforce"
-    off: dict[AuditLink, str] = {}
+    off: dict[AuditKind, str] = {}
     not_compared: tuple[str, ...] = ()
     reports: tuple[str, ...] = ()
     withdrawn: tuple[str, ...] = ()
@@ -291,6 +293,38 @@ class ProgressHistory(Message, frozen=True, kw_only=True):
     job: JobId
     interval_s: float
     samples: tuple[ProgressSample, ...] = ()
+
+
+class OutputLine(Message, frozen=True, kw_only=True):
+    """A line that a rank printed, and when, in wall seconds of its node."""
+
+    at: float
+    text: str
+
+
+class RankOutput(Message, frozen=True, kw_only=True):
+    """What a rank printed last, oldest line first; its predecessors in the same place are included."""
+
+    rank: Rank
+    node: NodeId
+    lines: tuple[OutputLine, ...] = ()
+
+
+class JobOutput(Message, frozen=True, kw_only=True):
+    """What the ranks of a job printed last, as far as the controller's machine keeps it.
+
+    Attributes:
+        ranks: In order; of many, those that printed last.
+        kept_ranks: Number of ranks whose output this machine keeps.
+        sentence: Where the output of other ranks is; empty if there are none.
+        command: The command that prints it there.
+    """
+
+    job: JobId
+    ranks: tuple[RankOutput, ...] = ()
+    kept_ranks: int = 0
+    sentence: str = ""
+    command: str = ""
 
 
 class CallerIdentity(Message, frozen=True, kw_only=True):
@@ -373,7 +407,7 @@ class GenerationList(Message, frozen=True, kw_only=True):
 
 
 class Event(Message, frozen=True, kw_only=True):
-    """One line of the audit log: an event or decision in a sentence, with its facts in ``detail``."""
+    """One line of the event log: an event or decision in a sentence, with its facts in ``detail``."""
 
     id: int
     at: float
@@ -387,7 +421,7 @@ class Event(Message, frozen=True, kw_only=True):
 
 
 class EventGap(Message, frozen=True, kw_only=True):
-    """A gap in the event stream: events after ``after`` up to ``through`` are not in the audit log, and never come.
+    """A gap in the event stream: events after ``after`` up to ``through`` are not in the event log, and never come.
 
     ``reason``: ``deleted`` by age or number; or ``unknown``: ``after`` is beyond the newest event, so the reader has
     seen another database.
@@ -508,7 +542,7 @@ class FleetStatus(Message, frozen=True, kw_only=True):
         database_outage: Why the database cannot be written, empty if it can. Jobs still run and regroup; nothing else
             is decided.
         needs: What needs a person, the gravest first, at most 200. The fleet is well only if this is empty.
-        need_count: Number of all of them; None from a controller of an earlier release, which does not list them.
+        need_count: Number of all of them.
     """
 
     version: str
@@ -525,4 +559,4 @@ class FleetStatus(Message, frozen=True, kw_only=True):
     database_outage: str = ""
     outbreaks: tuple[Outbreak, ...] = ()
     needs: tuple[Need, ...] = ()
-    need_count: int | None = None
+    need_count: int = 0

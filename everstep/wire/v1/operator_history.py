@@ -208,7 +208,7 @@ class BudgetStatus(Message, frozen=True, kw_only=True):
 
 
 class PolicyDocument(Message, frozen=True, kw_only=True):
-    """The policy in force. ``knobs`` as in docs/reference/settings, ``rules`` on findings as in the policy files.
+    """The policy in force. ``knobs`` by dotted name (``budget.count``), ``rules`` on findings as in the policy files.
     ``origins``: where values come from that are not Everstep's own, by knob and by rule (``kind`` or ``kind.name``)."""
 
     knobs: dict[str, Any]
@@ -217,7 +217,7 @@ class PolicyDocument(Message, frozen=True, kw_only=True):
 
 
 class PolicyChange(Request, frozen=True, kw_only=True):
-    """A change to try: knobs by name, and rules that replace, key by key, those of the same kind and name."""
+    """A change to try: knobs by dotted name, and rules that replace, key by key, those of the same kind and name."""
 
     knobs: Annotated[
         dict[ShortText, float | int | bool | ShortText | list[float | int] | None], msgspec.Meta(max_length=200)

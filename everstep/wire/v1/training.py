@@ -21,7 +21,7 @@ from everstep.ids import (
     TraceId,
     Version,
 )
-from everstep.vocabulary import AuditLink, AuditRole, Finding, GenerationReason, RankActivity
+from everstep.vocabulary import AuditKind, AuditRole, Finding, GenerationReason, RankActivity
 from everstep.wire.v1.base import Message, Report, Request
 from everstep.wire.v1.vault_reports import Protection, VersionProtected, VersionSpilled
 
@@ -178,7 +178,7 @@ class GenerationSpec(Message, frozen=True, kw_only=True, dict=True):
     spec: JobSpec
     issued_at: float
     after_step: int | None = None
-    audits_off: tuple[AuditLink, ...] = ()
+    audits_off: tuple[AuditKind, ...] = ()
 
     @property
     def world_size(self) -> int:
@@ -420,7 +420,7 @@ class AuditStatement(Report, frozen=True, kw_only=True, tag=True):
 
     Attributes:
         step: The step whose work was checked.
-        link: The check.
+        audit: Kind of the audit.
         unit: The part of the work, such as ``layers.3 backward, micro-batch 0``.
         owner: The rank whose work is checked.
         role: The reporter's part.
@@ -438,7 +438,7 @@ class AuditStatement(Report, frozen=True, kw_only=True, tag=True):
     generation: GenerationNumber
     rank: Rank
     step: SafeInt
-    link: AuditLink
+    audit: AuditKind
     unit: ShortText
     owner: Rank
     role: AuditRole
@@ -517,7 +517,7 @@ class RankFinished(Report, frozen=True, kw_only=True, tag=True):
 
 class PeerConnectionLost(Report, frozen=True, kw_only=True, tag=True):
     """The node's vault lost its connection to the vault on ``peer``, and a new one is refused there. A hint that
-    ``peer`` may be gone: it accuses nobody, and at most shortens a wait. At most one per second and peer."""
+    ``peer`` may be gone: it accuses no node, and at most shortens a wait. At most one per second and peer."""
 
     peer: NodeId
     detail: ShortText = ""
@@ -591,6 +591,7 @@ class RankProgress(Message, frozen=True, kw_only=True, array_like=True, gc=False
             ranks take equally long; this tells which of them the others wait for.
         started_step: The last step that the rank has begun in this generation; 0 before the first.
         until_step: The last step that its training function asked for; 0 if it is not known.
+        snapshot_every: Steps between its snapshots; 0 if only versions to be committed are stored.
     """
 
     job: Annotated[str, msgspec.Meta(max_length=63)]
@@ -602,3 +603,4 @@ class RankProgress(Message, frozen=True, kw_only=True, array_like=True, gc=False
     busy_s: float | None = None
     started_step: SafeInt = 0
     until_step: SafeInt = 0
+    snapshot_every: SafeInt = 1

@@ -40,6 +40,9 @@ MAX_GREETING_BYTES = 4096
 MAX_TRANSFER_FRAME_BYTES = 16 << 20
 """Longest frame of an authenticated peer; a slot's digests must fit in one."""
 
+MIN_SEND_BYTES_PER_S = 4 << 20
+"""A slower sender looks dead to its peer, which then ends the transfer."""
+
 MAX_RANGES = 1 << 18
 """Most byte ranges in one ``Get``."""
 

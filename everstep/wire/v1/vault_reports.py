@@ -63,8 +63,6 @@ class Protection(Message, frozen=True, kw_only=True):
                 )
 
 
-# ---- reports on the controller's orders to a node's vault: spills and parity
-
 _NUMBERED = msgspec.Meta(extra_json_schema={"propertyNames": {"pattern": "^(0|[1-9][0-9]{0,5})$"}})
 """For a dictionary with number keys: JSON makes them text, and msgspec's schema does not say which."""
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 from collections import deque
+from collections.abc import Collection
 from enum import StrEnum
 from pathlib import Path
 
 import msgspec
 
-from everstep.processes import PROC
+from everstep.host.processes import PROC, read_stat
 
 BUSY_SHARE = 0.05
 """Share of the time for which a process that works uses processors, or waits for one. Background threads of a process
@@ -54,6 +55,7 @@ class ProcessSample(msgspec.Struct, frozen=True, kw_only=True):
         children_io_bytes: Bytes that living descendants have read and written.
         wake_ups: How often the main thread slept and was woken.
         main_cpu_s: Processor time of the main thread.
+        others_cpu_s: Processor time of the living threads but the main one, the sampling one and ``background``.
         is_traced: A debugger is attached.
     """
 
@@ -66,16 +68,20 @@ class ProcessSample(msgspec.Struct, frozen=True, kw_only=True):
     children_io_bytes: int = 0
     wake_ups: int = 0
     main_cpu_s: float = 0.0
+    others_cpu_s: float = 0.0
     is_traced: bool = False
 
 
-def sample_process(pid: int, at: float, *, without_thread: int = 0, proc: Path = PROC) -> ProcessSample | None:
+def sample_process(
+    pid: int, at: float, *, without_thread: int = 0, background: Collection[int] = (), proc: Path = PROC
+) -> ProcessSample | None:
     """Return a sample of a process, or None if it is gone or a zombie.
 
     Args:
         pid: The process.
         at: Monotonic time of the sample.
         without_thread: For a sample from inside: the sampling thread, whose own work does not count. 0 from outside.
+        background: For a sample from inside: kernel ids of threads whose work says nothing about the program.
         proc: Where the proc file system is.
     """
     folder = proc / str(pid)
@@ -98,6 +104,9 @@ def sample_process(pid: int, at: float, *, without_thread: int = 0, proc: Path =
         children_io_bytes=children_io_bytes,
         wake_ups=int(status.get("voluntary_ctxt_switches", "0")),
         main_cpu_s=main_cpu_s,
+        others_cpu_s=sum(
+            cpu_s for tid, (cpu_s, _) in threads.items() if tid not in (pid, without_thread) and tid not in background
+        ),
         is_traced=status.get("TracerPid", "0") != "0",
     )
 
@@ -166,7 +175,7 @@ def _threads(folder: Path) -> list[int]:
 def _stat_fields(folder: Path) -> list[str] | None:
     """Return the fields of ``stat`` after the name: state, parent, ..."""
     try:
-        return (folder / "stat").read_text().rpartition(")")[2].split()
+        return read_stat(folder)
     except OSError:
         return None
 

@@ -26,6 +26,23 @@ class Process(msgspec.Struct, frozen=True, kw_only=True):
     arguments: tuple[str, ...] = ()
 
 
+_PF_EXITING = 0x4
+
+
+def read_stat(folder: Path) -> list[str]:
+    """Return the fields of ``stat`` from the state on, of a process or a thread; proc_pid_stat(5) has them as 3 and on.
+
+    Raises:
+        OSError: It is gone.
+    """
+    return (folder / "stat").read_text(errors="replace").rpartition(")")[2].split()  # a name may contain anything
+
+
+def is_exiting(fields: list[str]) -> bool:
+    """Return whether a thread with these fields of ``stat`` runs no more of its program."""
+    return bool(int(fields[6]) & _PF_EXITING) or fields[0] in "ZX"
+
+
 def read_process(pid: int, proc: Path = PROC) -> Process | None:
     """Return a process, or None if it is gone or a zombie."""
     folder = proc / str(pid)

@@ -1,4 +1,4 @@
-"""Read memory of control groups (a container, a Slurm job, a service): what they leave, and whom the kernel killed.
+"""Read memory of control groups (a container, a Slurm job, a service): what they leave, and kills by the kernel.
 
 Pages of a memory file system are charged to the group of the process that makes them, the vault. Beyond the group's
 limit the kernel kills in that group.
