@@ -18,7 +18,7 @@ from everstep.errors import ConfigurationError
 from everstep.ids import check_name
 from everstep.settings import Program
 from everstep.wire.v1.agent import Labels
-from everstep_agent.vault.settings import MIN_SEND_BYTES_PER_S
+from everstep.wire.v1.transfer import MIN_SEND_BYTES_PER_S
 
 
 class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime
 import fcntl
 import logging
 import os
@@ -19,9 +18,8 @@ from typing import Any
 import msgspec
 
 from everstep.errors import ConfigurationError
-from everstep.log_lines import PlainLineFormatter
-from everstep.printable_text import printable_json
-from everstep.private_files import private_directory, write_private
+from everstep.host.private_files import private_directory, write_private
+from everstep.log_lines import SEARCH_FIELDS, JsonLineFormatter, PlainLineFormatter
 
 
 def write_atomically(path: Path, content: Any) -> None:
@@ -139,37 +137,18 @@ async def end_child(process: subprocess.Popen[bytes], timeout_s: float, *, is_en
     return "killed" if killed else f"exit status {process.returncode}"
 
 
-# Log lines: text for people, or one JSON object per line for machines.
-
-LOG_FIELDS = ("node", "job", "generation", "trace")
-"""Fields of ``extra`` to search by."""
-
-
 class TextLines(PlainLineFormatter):
     """Time, level, message, and the fields that are set."""
 
     def text(self, record: logging.LogRecord) -> str:
-        values = {name: getattr(record, name, None) for name in LOG_FIELDS}
+        values = {name: getattr(record, name, None) for name in SEARCH_FIELDS}
         known = " ".join(f"{name}={value}" for name, value in values.items() if value not in (None, ""))
         line = super().text(record)
         return f"{line} [{known}]" if known else line
 
 
-class JsonLines(logging.Formatter):
-    """One JSON object: at (ISO 8601, UTC), level, logger, message, and the fields that are set."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        at = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
-        line = {"at": at.isoformat(timespec="milliseconds"), "level": record.levelname.lower(), "logger": record.name}
-        line["message"] = record.getMessage()
-        line |= {name: getattr(record, name) for name in LOG_FIELDS if hasattr(record, name)}
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return printable_json(line)
-
-
 def log_to_stderr(log_format: str, level: str) -> None:
     """Send the whole process's log to stderr as ``text`` or ``json``."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JsonLines() if log_format == "json" else TextLines())
+    handler.setFormatter(JsonLineFormatter() if log_format == "json" else TextLines())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

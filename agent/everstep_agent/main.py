@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from everstep.errors import exit_on_errors
-from everstep.parent_process import die_with_parent, parent_pid
+from everstep.host.parent_process import die_with_parent, parent_pid
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep_agent.config import AgentSettings, load_settings
 from everstep_agent.lifecycle import log_to_stderr

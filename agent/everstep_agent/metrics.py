@@ -1,7 +1,7 @@
 """Export ``/metrics``: the agent's own state and the newest GPU samples, as Prometheus families.
 
 A lost GPU keeps its series: ``everstep_gpu_up`` is 0 and its gauges are NaN, so that nothing vanishes or freezes. A
-value that the device does not offer has no series.
+value that the device does not offer has no series. A hung GPU's ``everstep_gpu_up`` is 0, and its gauges have none.
 
 ``dcgm_names`` adds those default series of dcgm-exporter that NVML can fill; the profiling ones (DCGM_FI_PROF_*) and
 the encoder's need DCGM's own counters. Units are dcgm-exporter's: energy in mJ, memory in MiB, utilization in percent.
@@ -16,6 +16,7 @@ import logging
 import math
 import socket
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -34,7 +35,7 @@ from everstep.log_lines import LogThrottle
 from everstep.vocabulary import Finding, Severity
 from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.local import StatisticsAnswer
-from everstep_agent.sensors.samples import THROTTLE_REASONS, GpuSample, PortSample
+from everstep_agent.drivers.samples import THROTTLE_REASONS, GpuSample, LinkSample, PortPresence, PortSample
 from everstep_agent.sensors.sensor_messages import SensorReport
 
 MIB = 1 << 20
@@ -66,6 +67,9 @@ class AgentMetrics(msgspec.Struct, frozen=True, kw_only=True):
     vault_restarts: int
     vault_statistics: StatisticsAnswer | None
     processes: Mapping[str, int]
+
+
+_Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
 
 class _Gauge(msgspec.Struct, frozen=True):
@@ -109,6 +113,17 @@ _GPU = (
     _Gauge("processes", "Compute processes on the GPU.", "processes"),
 )
 
+_LINK: tuple[tuple[_Kind, str, str, Callable[[LinkSample], float | None]], ...] = (
+    (GaugeMetricFamily, "up", "1 while the NVLink is up.", lambda link: link.up),
+    (CounterMetricFamily, "errors", "Replays, recoveries and CRC errors, or lost packets.", lambda link: link.errors),
+    (CounterMetricFamily, "recoveries", "Times that the NVLink trained anew.", lambda link: link.recoveries),
+    (CounterMetricFamily, "recovery_failures", "Failed recoveries.", lambda link: link.recovery_failures),
+    (CounterMetricFamily, "discards", "Packets that were not sent.", lambda link: link.discards),
+    (CounterMetricFamily, "symbol_errors", "Symbol errors.", lambda link: link.symbol_errors),
+    (GaugeMetricFamily, "symbol_error_ratio", "Bit error rate of symbols.", lambda link: link.symbol_ber),
+    (GaugeMetricFamily, "raw_error_ratio", "Bit error rate before error correction.", lambda link: link.raw_ber),
+)
+
 _DCGM = (
     _Gauge("SM_CLOCK", "SM clock frequency (in MHz).", "sm_clock_mhz"),
     _Gauge("MEM_CLOCK", "Memory clock frequency (in MHz).", "memory_clock_mhz"),
@@ -139,6 +154,7 @@ class AgentCollector(Collector):
         yield from _vault_families(metrics)
         if metrics.sensor_report is not None:
             yield from _gpu_families(metrics.node, metrics.sensor_report)
+            yield from _link_families(metrics.node, metrics.sensor_report.poll.gpus)
             yield from _port_families(metrics.node, metrics.sensor_report.poll.ports)
             if self.dcgm_names:
                 yield from _dcgm_families(metrics.node, metrics.sensor_report)
@@ -153,7 +169,6 @@ def resident_bytes(pid: int) -> int | None:
     return pages * 4096
 
 
-_Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
 Rows = Iterable[tuple[tuple[str, ...], float]]
 """Label values and the sample of each series."""
 
@@ -186,6 +201,9 @@ def _agent_families(m: AgentMetrics) -> Iterator[Metric]:
         ("scrapes_refused", "Requests for metrics without the token.", m.refused_scrapes),
     ]
     by_severity = {str(level): sum(f.severity is level for f in m.findings) for level in Severity}
+    by_kind = Counter(str(finding.kind) for finding in m.findings)
+    lines = {} if report is None else report.line_counts
+    lines_help = "Lines of the kernel log that a rule knows, by rule; sxid: errors of NVSwitches."
     memory = {name: size for name, pid in m.processes.items() if (size := resident_bytes(pid)) is not None}
     interval_help = "Steps between snapshots of a job's ranks; 0: only commit candidates are stored."
     memory_help = "Resident memory of the agent's processes."
@@ -195,6 +213,8 @@ def _agent_families(m: AgentMetrics) -> Iterator[Metric]:
         (GaugeMetricFamily, "build_info", "The agent's version.", "version", {m.version: 1}),
         (GaugeMetricFamily, "snapshot_interval_steps", interval_help, "run", m.snapshot_interval_steps),
         (GaugeMetricFamily, "findings", "Active findings, by severity.", "severity", by_severity),
+        (GaugeMetricFamily, "findings_by_kind", "Active findings, by kind.", "kind", by_kind),
+        (CounterMetricFamily, "kernel_lines", lines_help, "rule", lines),
         (GaugeMetricFamily, "resident_memory_bytes", memory_help, "process", memory),
         (CounterMetricFamily, "local_events", events_help, "event", m.local_event_counts),
         (CounterMetricFamily, "connections_refused", "Refused local connections.", "reason", m.refused_connections),
@@ -263,8 +283,12 @@ def _gpu_families(node: str, report: SensorReport) -> Iterator[Metric]:
     yield _family(CounterMetricFamily, "gpu_xids", "XIDs since the agent started.", xid_labels, xids)
 
 
+def _port_up(port: PortSample) -> float | None:
+    return None if port.presence is PortPresence.ELSEWHERE else port.up
+
+
 _PORT: tuple[tuple[_Kind, str, str, Callable[[PortSample], float | None]], ...] = (
-    (GaugeMetricFamily, "up", "1 while the port is active.", lambda port: port.up),
+    (GaugeMetricFamily, "up", "1 while the port is active.", _port_up),
     (
         GaugeMetricFamily,
         "rate_bits_per_second",
@@ -274,6 +298,18 @@ _PORT: tuple[tuple[_Kind, str, str, Callable[[PortSample], float | None]], ...] 
     (CounterMetricFamily, "errors", "Errors that the port counted.", lambda port: port.errors),
     (CounterMetricFamily, "link_downs", "Times that the link went down.", lambda port: port.link_downs),
 )
+
+
+def _link_families(node: str, gpus: tuple[GpuSample, ...]) -> Iterator[Metric]:
+    for kind, name, help_text, read in _LINK:
+        rows = [
+            ((node, str(gpu.index), gpu.pci_bus_id, str(link.link)), value)
+            for gpu in gpus
+            for link in gpu.links
+            if (value := read(link)) is not None
+        ]
+        if rows:
+            yield _family(kind, f"nvlink_{name}", help_text, ("node", "gpu", "pci_bus_id", "link"), rows)
 
 
 def _port_families(node: str, ports: tuple[PortSample, ...]) -> Iterator[Metric]:

@@ -28,6 +28,7 @@ from everstep.wire.v1.directives import Directive, ProtectVersion, RunProbe, Spi
 from everstep.wire.v1.local import Welcome, WrongProduct
 from everstep.wire.v1.training import AnyReport, FindingCleared, FindingRaised, RankProgress
 from everstep_agent.config import AgentSettings, parse_labels, parse_listen_address, read_token
+from everstep_agent.findings.monitor import SensorMonitor, SensorSettings
 from everstep_agent.findings.node_findings import ClockSkewEstimate, NodeFindings, find_agent_problems
 from everstep_agent.jobs.local_processes import LocalJob
 from everstep_agent.jobs.oom_kills import OomKills
@@ -35,8 +36,7 @@ from everstep_agent.jobs.registry import JobRegistry
 from everstep_agent.jobs.socket import AgentSocketServer
 from everstep_agent.lifecycle import AgentRunDirectory, write_atomically
 from everstep_agent.probes.wrong_products import WrongProductStore
-from everstep_agent.sensors.gauges import gpu_gauges
-from everstep_agent.sensors.monitor import SensorMonitor, SensorSettings
+from everstep_agent.sensors.gauges import fresh_report, gpu_gauges
 from everstep_agent.sensors.sensor_messages import SensorReport
 from everstep_agent.uplink.client import Uplink
 from everstep_agent.uplink.heartbeat import HeartbeatProtocol, NodeDescription
@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     from everstep_agent.probes.prober import Prober
 
 log = logging.getLogger(__name__)
+
+NVML_HOLD_FILE = "nvml-hold"
+"""File in the run directory that keeps NVML closed while it exists."""
 
 FIRST_REPORT_TIMEOUT_S = 3.0
 """Seconds the first registration waits for the sensors to name the GPUs; a slower driver's report follows later."""
@@ -95,8 +98,10 @@ class Supervisor:
                     expected_gpus=settings.expected_gpus,
                     virtual=settings.virtual,
                     virtual_control=str(settings.virtual_control or ""),
+                    virtual_folder=str((settings.run_dir / "virtual-machine").absolute()),
                     kernel_log=settings.kernel_log_path,
                     state_path=str(settings.run_dir / "sensors.state"),
+                    hold_file=str(settings.run_dir / NVML_HOLD_FILE),
                     site_policy=settings.site_policy,
                 ),
                 clock,
@@ -370,11 +375,12 @@ class Supervisor:
 
         answered_at = self._uplink.answered_at
         processes = {"supervisor": os.getpid(), "sensors": self._sensors.pid, "vault": self._vault.pid}
+        report = self._sensor_report
         return AgentMetrics(
             node=self._settings.node,
             version=__version__,
             domain=self._domain,
-            sensor_report=self._sensor_report,
+            sensor_report=None if report is None else fresh_report(report, self._clock.wall()),
             findings=self._findings.findings,
             spool_reports=len(self._spool),
             spool_bytes=self._spool.size_bytes,

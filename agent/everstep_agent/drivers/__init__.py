@@ -1,4 +1,4 @@
-"""The only access to NVML, the kernel log, /sys and /proc. Tests can redirect each root or path.
+"""The only access to NVML, the kernel log, /sys and /proc, and the samples made of them. Tests can redirect each path.
 
 Sampling schedules belong in ``sensors``.
 """

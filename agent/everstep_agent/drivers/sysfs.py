@@ -1,7 +1,6 @@
-"""Read ports, PCI devices and the machine's state from /sys and /proc below injectable roots.
+"""Read PCI devices and the machine's state from /sys and /proc below injectable roots.
 
-Functions return None, or leave a port out, if the kernel does not offer a value; they raise OSError only if a whole
-required tree is missing.
+Functions return None if the kernel does not offer a value; they raise OSError only if a whole required tree is missing.
 """
 
 from __future__ import annotations
@@ -17,19 +16,6 @@ DISPLAY_CLASS_PREFIXES = ("0x0300", "0x0302")
 """VGA and 3D controllers; the same vendor's audio functions and NVSwitches (0x0680) are no GPUs."""
 
 
-class PortReading(NamedTuple):
-    """One port as the kernel shows it; counters are since the driver was loaded."""
-
-    sysfs_folder: Path
-    name: str
-    kind: str
-    up: bool
-    rate_gbps: float | None
-    errors: int | None
-    link_downs: int | None
-    identity: dict[str, str]  # as in ``PortSample``
-
-
 class PcieLimit(NamedTuple):
     """The fastest generation and the most lanes of a PCIe link known to the kernel; None if unknown."""
 
@@ -42,51 +28,40 @@ class ProcessCounts(NamedTuple):
     zombies: int
 
 
-_IB_ERRORS = ("symbol_error", "port_rcv_errors", "local_link_integrity_errors", "excessive_buffer_overrun_errors")
-_ETHERNET_ERRORS = ("rx_errors", "tx_errors")
-_ARPHRD_ETHER = "1"
 _PCIE_GENERATIONS = {2.5: 1, 5.0: 2, 8.0: 3, 16.0: 4, 32.0: 5, 64.0: 6}
 """PCIe generation by gigatransfers a second, as in ``max_link_speed`` (Linux, drivers/pci/probe.c)."""
 MAX_PCIE_LANES = 32
 """Maximum number of lanes of a PCIe link. The kernel shows 255 for an unknown width."""
 
 
-def _read_text(path: Path) -> str | None:
+def read_text(path: Path) -> str | None:
+    """Return the file's text without white space around it; None if it cannot be read."""
     try:
         return path.read_text().strip()
     except OSError:
         return None
 
 
-def _read_int(path: Path) -> int | None:
-    text = _read_text(path)
+def read_int(path: Path) -> int | None:
+    """Return the decimal number in the file; None if there is none."""
+    text = read_text(path)
     return int(text) if text is not None and text.lstrip("-").isdigit() else None
 
 
-def _leading_number(path: Path) -> float | None:
+def leading_number(path: Path) -> float | None:
     """Return the number before the unit, as in ``400 Gb/sec (4X NDR)``."""
     try:
-        return float((_read_text(path) or "").partition(" ")[0])
+        return float((read_text(path) or "").partition(" ")[0])
     except ValueError:
         return None
 
 
-def _sum_counters(folder: Path, names: tuple[str, ...]) -> int | None:
-    values = [value for name in names if (value := _read_int(folder / name)) is not None]
-    return sum(values) if values else None
-
-
-def _entries(folder: Path) -> list[Path]:
+def entries(folder: Path) -> list[Path]:
+    """Return what is in the folder, by name; nothing if it cannot be read."""
     try:
         return sorted(folder.iterdir())
     except OSError:
         return []
-
-
-def _identity(device: Path, **files: Path) -> dict[str, str]:
-    """Return the contents of ``files`` and the device's bus address, as far as they exist."""
-    found = {name: text for name, path in files.items() if (text := _read_text(path))}
-    return found | ({"pci_bus_id": device.resolve().name} if device.is_symlink() else {})
 
 
 def host_identity(sysfs: Path, proc: Path) -> Host:
@@ -94,83 +69,25 @@ def host_identity(sysfs: Path, proc: Path) -> Host:
     dmi = sysfs / "class/dmi/id"
     files = {"vendor": dmi / "sys_vendor", "product": dmi / "product_name", "serial": dmi / "product_serial"}
     files |= {"chassis_serial": dmi / "chassis_serial", "kernel": proc / "sys/kernel/osrelease"}
-    return Host(**{name: (_read_text(path) or "")[:MAX_HARDWARE_TEXT] for name, path in files.items()})
+    return Host(**{name: (read_text(path) or "")[:MAX_HARDWARE_TEXT] for name, path in files.items()})
 
 
-def infiniband_ports(root: Path) -> list[PortReading]:
-    """Return InfiniBand and RoCE ports, such as ``mlx5_0/1``."""
-    ports = []
-    for device in _entries(root / "class/infiniband"):
-        files = {"board": device / "board_id", "firmware": device / "fw_ver", "address": device / "node_guid"}
-        identity = _identity(device / "device", **files)
-        for port in _entries(device / "ports"):
-            state = _read_text(port / "state")
-            if state is None:
-                continue
-            ports.append(
-                PortReading(
-                    sysfs_folder=port,
-                    name=f"{device.name}/{port.name}",
-                    kind="infiniband",
-                    up="ACTIVE" in state,
-                    rate_gbps=_leading_number(port / "rate"),
-                    errors=_sum_counters(port / "counters", _IB_ERRORS),
-                    link_downs=_read_int(port / "counters/link_downed"),
-                    identity=identity,
-                )
-            )
-    return ports
-
-
-def ethernet_ports(root: Path) -> list[PortReading]:
-    """Return physical Ethernet ports; bridges, tunnels and container interfaces have no device and are left out."""
-    ports = []
-    for port in _entries(root / "class/net"):
-        if not (port / "device").exists() or _read_text(port / "type") != _ARPHRD_ETHER:
-            continue
-        speed = _read_int(port / "speed")
-        ports.append(
-            PortReading(
-                sysfs_folder=port,
-                name=port.name,
-                kind="ethernet",
-                up=_read_text(port / "operstate") == "up",
-                rate_gbps=speed / 1000 if speed is not None and speed > 0 else None,
-                errors=_sum_counters(port / "statistics", _ETHERNET_ERRORS),
-                link_downs=_read_int(port / "carrier_down_count"),
-                identity=_identity(port / "device", address=port / "address"),
-            )
-        )
-    return ports
-
-
-def refresh_port(port: PortReading) -> PortReading | None:
-    """Return the port with its state read again and other values unchanged; None if it is gone."""
-    infiniband = port.kind == "infiniband"
-    state = _read_text(port.sysfs_folder / ("state" if infiniband else "operstate"))
-    if state is None:
-        return None
-    return port._replace(up="ACTIVE" in state if infiniband else state == "up")
-
-
-def count_nvidia_gpus_on_pci(root: Path) -> int | None:
-    """Count the NVIDIA display controllers on the PCI bus, without NVML. None without a readable PCI bus."""
-    folder = root / "bus/pci/devices"
-    if not folder.is_dir():
-        return None
-    return sum(
-        _read_text(device / "vendor") == NVIDIA_VENDOR_ID
-        and (_read_text(device / "class") or "").startswith(DISPLAY_CLASS_PREFIXES)
-        for device in _entries(folder)
-    )
+def nvidia_gpus_on_pci(root: Path) -> list[Path]:
+    """Return the NVIDIA display controllers in ``bus/pci/devices``, without NVML."""
+    return [
+        device
+        for device in entries(root / "bus/pci/devices")
+        if read_text(device / "vendor") == NVIDIA_VENDOR_ID
+        and (read_text(device / "class") or "").startswith(DISPLAY_CLASS_PREFIXES)
+    ]
 
 
 def pcie_limit(root: Path, bus_id: str) -> PcieLimit:
     """Return the common limit of the device at ``bus_id`` (``0000:1b:00``) and the port above it."""
     device = root / f"bus/pci/devices/{bus_id}.0"
     ends = (device, device.resolve().parent) if device.exists() else ()
-    speeds = [_PCIE_GENERATIONS.get(_leading_number(end / "max_link_speed") or 0.0) for end in ends]
-    widths = [_read_int(end / "max_link_width") for end in ends]
+    speeds = [_PCIE_GENERATIONS.get(leading_number(end / "max_link_speed") or 0.0) for end in ends]
+    widths = [read_int(end / "max_link_width") for end in ends]
     return PcieLimit(
         min((speed for speed in speeds if speed is not None), default=None),
         min((width for width in widths if width is not None and 0 < width <= MAX_PCIE_LANES), default=None),

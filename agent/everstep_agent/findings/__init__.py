@@ -1,4 +1,4 @@
-"""Judge samples: rules over time, XIDs, and the findings of this node.
+"""Judge samples: rules over time, XIDs, the findings of this node, and the process that takes the samples.
 
 Measuring belongs in ``sensors``; the rules themselves are data in ``policy``.
 """

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
 import msgspec
 import xxhash
 
-from everstep.vocabulary import Finding, FindingKind, gravest_by_key
-from everstep_agent.findings.rules import ClearEvent, FindingPolicy, FindingRule, KernelLineRule, RuleHistory
-from everstep_agent.findings.xid_history import XidHistory, XidRecord
-from everstep_agent.findings.xids import XidParser, recovery_action, recovery_name
-from everstep_agent.sensors.samples import GpuSample, HostSample, SensorState, XidEvent
+from everstep.vocabulary import Action, Finding, FindingKind, Mode, Severity, gravest_by_key
+from everstep_agent.drivers.samples import GpuSample, HostSample, LinkSample, SensorState, XidEvent
+from everstep_agent.findings.kernel_lines import LineFindings
+from everstep_agent.findings.memory_errors import MemoryErrors
+from everstep_agent.findings.rules import ClearEvent, FindingPolicy, FindingRule, RuleHistory
+from everstep_agent.findings.xid_history import XidHistory, XidRecord, wait_for_job_end
+from everstep_agent.findings.xids import DRAIN_AND_RESET, XidParser, is_known_recovery, recovery_action, recovery_name
 from everstep_agent.sensors.sensor_messages import PollResult
+
+DRIVER_NOT_LOADED = 9
+LIBRARY_NOT_FOUND = 12
+LIBRARY_MISMATCH = 18
+CURABLE_NVML_ERRORS = (DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND, LIBRARY_MISMATCH)
+"""Errors of opening NVML (nvml.h, nvmlReturn_t) that software cures, and that stop no job which runs."""
 
 SENSOR_SUBJECT = "nvml"
 HOST_SUBJECT = "host"
-MAX_LINE_FINDINGS = 64
-"""Maximum number of active findings from kernel log lines."""
+UNCORRECTED_METRIC = "gpu.ecc_uncorrected"
+"""The count whose rise XIDs 94 and 95 explain."""
 
 
 class Instant(NamedTuple):
@@ -45,6 +52,7 @@ class AssessorState(msgspec.Struct, frozen=True, kw_only=True):
     xid_records: tuple[XidRecord, ...] = ()
     lasting_findings: tuple[Finding, ...] = ()
     gpu_reset_states: dict[str, GpuResetState] = {}
+    contained_gpus: tuple[str, ...] = ()  # GPUs whose memory errors were all contained
 
 
 class FindingAssessor:
@@ -65,12 +73,14 @@ class FindingAssessor:
         self._uptime_s: float | None = None
         self._histories: dict[tuple[str, str], RuleHistory] = {}
         self._rule_findings: dict[tuple[str, str], Finding] = {}
-        self._line_findings: dict[tuple[str, str], tuple[KernelLineRule, Finding, float]] = {}
         # Field names are computed once: Python's attribute cache keeps every new string used for a lookup.
         self._rules_by_scope: dict[str, list[tuple[FindingRule, str]]] = {}
         for rule in policy.rules:
             self._rules_by_scope.setdefault(rule.scope, []).append((rule, rule.field))
-        self._line_rules = [(rule, re.compile(rule.pattern)) for rule in policy.line_rules]
+        self._count_rules = {rule.id for rule in policy.rules if rule.metric == UNCORRECTED_METRIC}
+        self.lines = LineFindings(policy)
+        self._memory_errors = MemoryErrors(state.contained_gpus)
+        self._far_ends: dict[str, str] = {}
         self.xid_history = XidHistory(policy, state.xid_records, now.monotonic)
         self._reader = XidParser(self._bus_of)
         self._restore(state.lasting_findings)
@@ -85,9 +95,19 @@ class FindingAssessor:
         self._uptime_s = poll.host.uptime_s
         for gpu in poll.gpus:
             self._detect_reset(gpu)
+            self._dirty |= self._memory_errors.note_count(gpu.pci_bus_id, gpu.ecc_uncorrected, now.monotonic)
             if (action := gpu.recovery_action) is not None:
                 self._dirty |= self.xid_history.clear_recovery_action(gpu.pci_bus_id, action, now.monotonic)
-            self._apply_rules("gpu", gpu.pci_bus_id, gpu, gpu.error, now)
+            self._apply_rules("gpu", gpu.pci_bus_id, gpu, gpu.error or gpu.failures, now)
+            for link in gpu.links if gpu.links_are_new else ():
+                self._apply_rules("link", _link_subject(gpu.pci_bus_id, link.link), link, "", now)
+        self._dirty |= self._memory_errors.settle(now.monotonic)
+        self._far_ends = {
+            end: f"{gpu.pci_bus_id} link {link}"
+            for gpu in poll.gpus
+            for link, end in enumerate(gpu.nvlink_far_ends)
+            if end
+        }
         self._ports = {port.name: port.identity for port in poll.ports}
         for port in poll.ports:
             self._apply_rules("port", port.name, port, "", now)
@@ -98,11 +118,7 @@ class FindingAssessor:
         sensing = self._sensor_state(poll)
         self._apply_rules("sensor", SENSOR_SUBJECT, sensing, sensing.detail, now)
         self._dirty |= self.xid_history.drop_quiet(now.monotonic)
-        self._clear_lines(
-            key
-            for key, (rule, _, last) in self._line_findings.items()
-            if rule.clear_after_s is not None and now.monotonic - last >= rule.clear_after_s
-        )
+        self._dirty |= self.lines.expire(now.monotonic)
         return self.process_xid_events(poll.xids, now)
 
     def process_boot(self, boot_id: str) -> bool:
@@ -114,17 +130,15 @@ class FindingAssessor:
         for line in lines:
             event = self._reader.parse_line(line)
             if event is not None:
-                self._dirty |= self.xid_history.add_event(event, now.wall, now.monotonic)
-                continue
-            for rule, pattern in self._line_rules:
-                if (match := pattern.search(line)) is not None:
-                    self._add_line_finding(rule, match.groupdict().get("subject") or rule.id, line, now)
+                self._add_xid_event(event, now)
+            else:
+                self._dirty |= self.lines.process(line, now.wall, now.monotonic)
         return self._rebuild_findings()
 
     def process_xid_events(self, events: Iterable[XidEvent], now: Instant) -> bool:
         """Process XIDs that NVML reported between polls."""
         for event in events:
-            self._dirty |= self.xid_history.add_event(event, now.wall, now.monotonic)
+            self._add_xid_event(event, now)
         return self._rebuild_findings()
 
     def process_sensor_state(self, state: SensorState, now: Instant) -> bool:
@@ -140,7 +154,14 @@ class FindingAssessor:
             xid_records=self.xid_history.records,
             lasting_findings=tuple(f for (rule, _), f in self._rule_findings.items() if rule in sticky),
             gpu_reset_states=dict(self._gpus),
+            contained_gpus=self._memory_errors.contained,
         )
+
+    def _add_xid_event(self, event: XidEvent, now: Instant) -> None:
+        if not self.xid_history.has_room(event):
+            self._dirty |= self.lines.note_overflow(event.text or f"XID {event.xid}", now.wall, now.monotonic)
+        self._dirty |= self.xid_history.add_event(event, now.wall, now.monotonic)
+        self._dirty |= self._memory_errors.note_xid(event.pci_bus_id, event.xid, now.monotonic)
 
     # GPUs
 
@@ -151,12 +172,14 @@ class FindingAssessor:
         """Detect a reset: the energy counter restarted, a lost GPU answers, or the driver no longer asks for one."""
         bus_id, before = sample.pci_bus_id, self._gpus.get(sample.pci_bus_id)
         energy = sample.energy_j if sample.energy_j is not None or before is None else before.energy_j
-        self._gpus[bus_id] = GpuResetState(sample.uuid, energy, sample.lost, sample.recovery_action)
+        uuid = sample.uuid or ("" if before is None else before.uuid)
+        self._gpus[bus_id] = GpuResetState(uuid, energy, sample.lost, sample.recovery_action)
         if before is None or sample.lost or sample.error:
             return
         restarted = before.energy_j is not None and energy is not None and energy < before.energy_j
-        recovered = bool(before.recovery_action) and sample.recovery_action == 0
-        if before.uuid != sample.uuid:
+        demanded = recovery_action(before.recovery_action or 0) is not Action.NONE
+        recovered = demanded and sample.recovery_action == 0
+        if before.uuid and sample.uuid and before.uuid != sample.uuid:
             self._apply_clear_event(ClearEvent.REPLACED, bus_id)
         elif restarted or recovered or before.lost:
             self._apply_clear_event(ClearEvent.RESET, bus_id)
@@ -165,14 +188,13 @@ class FindingAssessor:
         before, self._boot_id = self._boot_id, boot_id or self._boot_id
         if before and before != self._boot_id:
             self._apply_clear_event(ClearEvent.BOOT, None)
-            self._clear_lines(
-                key for key, (rule, _, _) in self._line_findings.items() if ClearEvent.BOOT in rule.clear_on
-            )
+            self._dirty |= self.lines.apply_boot()
 
     def _apply_clear_event(self, event: ClearEvent, subject: str | None) -> None:
         self._dirty |= self.xid_history.apply_clear_event(event, subject)
+        self._memory_errors.clear(subject)
         for key, history in self._histories.items():
-            if subject in (None, key[1]) and history.apply_clear_event(event):
+            if subject in (None, key[1], _gpu_of_link(key[1])) and history.apply_clear_event(event):
                 self._rule_findings.pop(key, None)
                 self._dirty = True
 
@@ -180,14 +202,31 @@ class FindingAssessor:
 
     def _sensor_state(self, poll: PollResult) -> SensorState:
         expected = self._expected_gpus if self._expected_gpus is not None else (poll.pci_gpu_count or 0)
+        is_held = poll.nvml_held_s is not None
+        has_gpus = not is_held and (expected > 0 or poll.pci_gpus_unbound > 0 or bool(poll.gpus))
         readable = sum(not gpu.error for gpu in poll.gpus)
-        missing = max(0, expected - len(poll.gpus)) if poll.gpus else 0
+        code = poll.nvml_error_code
+        is_open = not code and not poll.nvml_busy_with and not is_held
+        missing = max(0, expected - len(poll.gpus)) if poll.gpus and is_open else 0
         faults = [f"{sensor}: {error}" for sensor, error in poll.sensor_errors]
-        details = [poll.nvml_error, f"{readable} of {expected} GPUs answer" if missing else "", *faults]
+        details = [
+            poll.nvml_busy_with,
+            poll.nvml_error,
+            f"{readable} of {expected} GPUs answer" if missing else "",
+            *faults,
+        ]
+        has_failed = expected > 0 and not is_held and (not poll.gpus or (bool(poll.nvml_error) and not readable))
         return SensorState(
             hangs=0,
             crashes=0,
-            nvml_failed=int(expected > 0 and (not poll.gpus or (bool(poll.nvml_error) and not readable))),
+            nvml_failed=int(has_failed and not poll.nvml_busy_with and code not in CURABLE_NVML_ERRORS),
+            nvml_hung_s=poll.nvml_hung_s,
+            nvml_held_s=poll.nvml_held_s or 0.0,
+            driver_missing=int(has_gpus and code == DRIVER_NOT_LOADED),
+            library_missing=int(has_gpus and code == LIBRARY_NOT_FOUND),
+            library_mismatch=int(has_gpus and code == LIBRARY_MISMATCH),
+            gpus_unbound=poll.pci_gpus_unbound if is_open else 0,
+            gpus_hidden=poll.pci_gpus_hidden,
             gpus_missing=missing,
             faults=len(faults),
             detail="; ".join(each for each in details if each),
@@ -204,47 +243,42 @@ class FindingAssessor:
                 continue
             self._dirty = True
             if history.is_active:
-                self._rule_findings[key] = self._finding(rule, subject, history.value, detail, now)
+                finding = self._finding(rule, subject, history.value, detail, now)
+                self._rule_findings[key] = _with_links(finding, sample)
             else:
                 self._rule_findings.pop(key, None)
 
     def _finding(self, rule: FindingRule, subject: str, value: float, detail: str, now: Instant) -> Finding:
-        gpu = self._gpus.get(subject)
+        place = _gpu_of_link(subject) if rule.scope == "link" else subject
+        gpu = self._gpus.get(place)
         identity = self._ports.get(subject, {}) if rule.scope == "port" else {}
         shown = {"threshold": rule.threshold, "window_s": rule.window_s, "detail": detail or "no detail"}
         message = rule.message.format(subject=subject, value=value, **shown)
         finding = msgspec.structs.replace(
-            rule.finding(rule.subject or subject, message, now.wall),
+            rule.finding(rule.subject or place, message, now.wall),
             value=value,
             threshold=rule.threshold,
             evidence=dict(identity) if gpu is None else {"uuid": gpu.uuid},
         )
         if rule.kind is not FindingKind.GPU_RECOVERY_ACTION:
             return finding
-        action, name = recovery_action(int(value)), recovery_name(int(value))
-        return msgspec.structs.replace(finding, action=action, message=f"{message} ({name})")
-
-    def _add_line_finding(self, rule: KernelLineRule, subject: str, line: str, now: Instant) -> None:
-        key = (rule.id, subject)
-        if (before := self._line_findings.get(key)) is not None:
-            self._line_findings[key] = (rule, before[1], now.monotonic)
-            return
-        if len(self._line_findings) >= MAX_LINE_FINDINGS:
-            return
-        finding = rule.finding(subject, rule.message.format(subject=subject, line=line[:300]), now.wall)
-        self._line_findings[key] = (rule, finding, now.monotonic)
-        self._dirty = True
-
-    def _clear_lines(self, keys: Iterable[tuple[str, str]]) -> None:
-        for key in list(keys):
-            del self._line_findings[key]
-            self._dirty = True
+        number = int(value)
+        finding = msgspec.structs.replace(
+            finding, action=recovery_action(number), message=f"{message} ({recovery_name(number)})"
+        )
+        if is_known_recovery(number):
+            return finding
+        return msgspec.structs.replace(
+            finding, severity=Severity.WARNING, mode=Mode.weakest(finding.mode, Mode.RECOMMEND)
+        )
 
     def _restore(self, findings: tuple[Finding, ...]) -> None:
         rules = {rule.id: rule for rule in self._policy.rules}
         for finding in findings:
             if (rule := rules.get(finding.rule)) is not None:
-                key = (rule.id, finding.subject)
+                links = finding.evidence.get("links", "")
+                is_of_link = rule.scope == "link" and links.isdigit()
+                key = (rule.id, _link_subject(finding.subject, int(links)) if is_of_link else finding.subject)
                 self._histories[key] = RuleHistory(rule)
                 self._histories[key].restore_active(finding.value or 0.0)
                 self._rule_findings[key] = finding
@@ -258,14 +292,63 @@ class FindingAssessor:
         self._dirty = False
         before = {finding.key: finding for finding in self.findings}
         uuids = {bus_id: gpu.uuid for bus_id, gpu in self._gpus.items()}
-        of_lines = (finding for _, finding, _ in self._line_findings.values())
-        gravest = gravest_by_key([*self._rule_findings.values(), *of_lines, *self.xid_history.findings(uuids)])
+        containment = self._memory_errors.containment
+        of_rules = (
+            wait_for_job_end(finding, containment(subject)) if self._may_wait(rule, finding) else finding
+            for (rule, subject), finding in self._rule_findings.items()
+        )
+        of_lines = map(self._with_device, self.lines.findings)
+        gravest = gravest_by_key([*of_rules, *of_lines, *self.xid_history.findings(uuids, containment)])
         result = tuple(self._with_trace(finding, before.get(key)) for key, finding in sorted(gravest.items()))
         changed = result != self.findings
         self.findings = result
         return changed
 
+    def _may_wait(self, rule: str, finding: Finding) -> bool:
+        """Return whether the finding is of a memory error, whose reset waits for the job's end if it is contained."""
+        if finding.kind is FindingKind.GPU_RECOVERY_ACTION:
+            return finding.value == DRAIN_AND_RESET
+        return rule in self._count_rules
+
+    def _with_device(self, finding: Finding) -> Finding:
+        """Return the finding with the GPU or ports at its subject's PCI address, and the GPUs at its links."""
+        address = finding.subject.rpartition(".")[0] or finding.subject
+        found = {}
+        if (gpu := self._gpus.get(address)) is not None:
+            found["uuid"] = gpu.uuid
+        ports = [name for name, identity in self._ports.items() if identity.get("pci_bus_id") == finding.subject]
+        if ports:
+            found["ports"] = ", ".join(ports)
+        links = finding.evidence.get("links", "").split(", ")
+        if gpus := [end for link in links if (end := self._far_ends.get(f"{address} link {link}"))]:
+            found["gpus"] = ", ".join(gpus)
+        return msgspec.structs.replace(finding, evidence=finding.evidence | found) if found else finding
+
     def _with_trace(self, finding: Finding, before: Finding | None) -> Finding:
         since = finding.since if before is None else before.since
         name = f"{self._node}/{finding.key}/{since}"
         return msgspec.structs.replace(finding, since=since, trace=xxhash.xxh3_64_hexdigest(name.encode()))
+
+
+def _link_subject(bus_id: str, link: int) -> str:
+    return f"{bus_id} link {link}"
+
+
+def _gpu_of_link(subject: str) -> str:
+    """Return the PCI address in the subject of a link; other subjects have no such part."""
+    return subject.partition(" link ")[0]
+
+
+def _with_links(finding: Finding, sample: msgspec.Struct) -> Finding:
+    """Return a finding about NVLinks with their numbers and far ends."""
+    if isinstance(sample, LinkSample):
+        links, ends = str(sample.link), sample.far_end
+    elif isinstance(sample, GpuSample) and finding.kind is FindingKind.GPU_NVLINK:
+        links = ", ".join(map(str, sample.nvlinks_down_at))
+        far_ends = dict(enumerate(sample.nvlink_far_ends))
+        ends = ", ".join(end for link in sample.nvlinks_down_at if (end := far_ends.get(link)))
+    else:
+        return finding
+    evidence = {name: text for name, text in (("links", links), ("far_ends", ends)) if text}
+    shown = f" (links {links}{f', which lead to {ends}' if ends else ''})" if links else ""
+    return msgspec.structs.replace(finding, message=finding.message + shown, evidence=finding.evidence | evidence)

@@ -19,13 +19,14 @@ import msgspec
 from everstep.errors import ConfigurationError
 from everstep.settings import load_toml
 from everstep.vocabulary import Action, Finding, FindingKind, Mode, Severity
+from everstep_agent.drivers.samples import GpuSample, HostSample, LinkSample, PathSample, PortSample, SensorState
 from everstep_agent.findings.xids import XidEntry, load_xid_table, unknown_xid_entry
-from everstep_agent.sensors.samples import GpuSample, HostSample, PathSample, PortSample, SensorState
 
 POLICY_FOLDER = Path(__file__).parents[1] / "policy"
 
 SCOPES: dict[str, type[msgspec.Struct]] = {
     "gpu": GpuSample,
+    "link": LinkSample,
     "port": PortSample,
     "path": PathSample,
     "host": HostSample,
@@ -92,6 +93,7 @@ class FindingRule(_Rule, frozen=True, kw_only=True):
     n_of_m: tuple[int, int] = (1, 1)  # [n, m]: bad in n of the last m polls
     window_s: float = 0.0  # the window of INCREASE and UNCHANGED
     boot_grace_s: float = 0.0  # seconds after boot during which the rule is not applied
+    clear_unknown_after_s: float | None = None  # the finding clears when its value has been unknown for so long
 
     @property
     def scope(self) -> str:
@@ -106,6 +108,21 @@ class KernelLineRule(_Rule, frozen=True, kw_only=True):
     """One rule on a line of the kernel log: a match is a finding. A named group ``subject`` gives its subject."""
 
     pattern: str
+    contains: tuple[str, ...] = ()  # the pattern is tried only on lines with one of these texts
+    times: int = 1  # matches on one subject within ``within_s`` that make the finding
+    within_s: float = 0.0
+    clear_pattern: str = ""  # a line that ends the finding of its subject
+    clear_contains: str = ""  # the clearing pattern is tried only on lines with this text
+    is_fallback: bool = False  # tried only on lines that nothing else knows
+
+
+class BenignLine(StrictStruct, frozen=True, kw_only=True):
+    """A line of the kernel log that is no fault, though a rule's pattern might match it. No rule is tried on it."""
+
+    id: str
+    contains: str  # text that the line has
+    source: str
+    pattern: str = ""  # the line has to match this too, if it is given
 
 
 R = TypeVar("R", bound=_Rule)
@@ -134,6 +151,7 @@ class FindingPolicyFile(StrictStruct, frozen=True, kw_only=True):
 
     rule: tuple[FindingRule, ...] = ()
     line: tuple[KernelLineRule, ...] = ()
+    benign: tuple[BenignLine, ...] = ()
     xid: tuple[XidOverride, ...] = ()
     xid_clearing: tuple[XidClearing, ...] = ()
 
@@ -143,8 +161,10 @@ class FindingPolicy(msgspec.Struct, frozen=True, kw_only=True):
 
     rules: tuple[FindingRule, ...]
     line_rules: tuple[KernelLineRule, ...]
+    benign_lines: tuple[BenignLine, ...]
     xid_entries: dict[int, XidEntry]
     xid_modes: dict[int, Mode]
+    xids_of_site: frozenset[int]  # numbers that a site judges itself, so that no decoding changes them
     xid_clearing: dict[Action, XidClearing]
 
     def get_xid_entry(self, number: int) -> XidEntry:
@@ -160,13 +180,15 @@ def load_policy(site_files: Iterable[str | Path] = (), folder: Path = POLICY_FOL
     """Load the built-in rules and the site's over them. Raises ConfigurationError with file, line and key."""
     rules: dict[str, FindingRule] = {}
     lines: dict[str, KernelLineRule] = {}
+    benign: dict[str, BenignLine] = {}
     clearing: dict[Action, XidClearing] = {}
     overrides: dict[int, XidOverride] = {}
     for path in [*sorted(folder.glob("*.toml")), *map(Path, site_files)]:
-        known = (FindingPolicyFile, FindingRule, KernelLineRule, XidOverride, XidClearing)
+        known = (FindingPolicyFile, FindingRule, KernelLineRule, BenignLine, XidOverride, XidClearing)
         part = load_toml(path, FindingPolicyFile, known)
         rules |= {rule.id: _checked(rule, path) for rule in part.rule}
         lines |= {rule.id: _checked_line(rule, path) for rule in part.line}
+        benign |= {each.id: _checked_benign(each, path) for each in part.benign}
         clearing |= {each.action: each for each in part.xid_clearing}
         overrides |= {each.xid: each for each in part.xid}
     missing = [action.value for action in Action if action not in clearing]
@@ -175,8 +197,10 @@ def load_policy(site_files: Iterable[str | Path] = (), folder: Path = POLICY_FOL
     return FindingPolicy(
         rules=tuple(rules.values()),
         line_rules=tuple(lines.values()),
+        benign_lines=tuple(benign.values()),
         xid_entries=_apply_overrides(load_xid_table(), overrides),
         xid_modes={xid: each.mode for xid, each in overrides.items() if each.mode is not None},
+        xids_of_site=frozenset(xid for xid, each in overrides.items() if each.severity or each.action),
         xid_clearing=clearing,
     )
 
@@ -197,7 +221,7 @@ def _checked(rule: FindingRule, path: Path) -> FindingRule:
     if struct is None:
         raise ConfigurationError(f"{where}: metric {rule.metric!r} must begin with one of {', '.join(SCOPES)}")
     if not hasattr(struct, rule.field):
-        raise ConfigurationError(f"{where}: unknown metric {rule.metric!r}; see everstep_agent/sensors/samples.py")
+        raise ConfigurationError(f"{where}: unknown metric {rule.metric!r}; see everstep_agent/drivers/samples.py")
     n, m = rule.n_of_m
     if not 1 <= n <= m:
         raise ConfigurationError(f"{where}: n_of_m = [{n}, {m}] must be [n, m] with 1 <= n <= m")
@@ -209,11 +233,28 @@ def _checked(rule: FindingRule, path: Path) -> FindingRule:
 
 def _checked_line(rule: KernelLineRule, path: Path) -> KernelLineRule:
     where = f"{path}: line rule {rule.id!r}"
+    _check_pattern(rule.pattern, where)
+    _check_pattern(rule.clear_pattern, where)
+    if bool(rule.clear_pattern) != bool(rule.clear_contains):
+        raise ConfigurationError(f"{where}: set clear_pattern and clear_contains together")
+    if rule.times < 1 or (rule.times > 1) != (rule.within_s > 0):
+        raise ConfigurationError(f"{where}: times above 1 needs within_s above zero")
+    return _with_checked_finding(rule, where, {"subject": "", "line": "", "times": 0, "within_s": 0.0})
+
+
+def _checked_benign(benign: BenignLine, path: Path) -> BenignLine:
+    where = f"{path}: benign line {benign.id!r}"
+    if not benign.contains:
+        raise ConfigurationError(f"{where}: contains must be a text")
+    _check_pattern(benign.pattern, where)
+    return benign
+
+
+def _check_pattern(pattern: str, where: str) -> None:
     try:
-        re.compile(rule.pattern)
+        re.compile(pattern)
     except re.error as error:
         raise ConfigurationError(f"{where}: the pattern is not a regular expression: {error}") from error
-    return _with_checked_finding(rule, where, {"subject": "", "line": ""})
 
 
 def _with_checked_finding(rule: R, where: str, fields: dict[str, object]) -> R:
@@ -245,11 +286,18 @@ class RuleHistory:
         self._changed_at: float | None = None
         self._last_value = 0.0
         self._good_since: float | None = None
+        self._unknown_since: float | None = None
 
     def add_value(self, value: float | None, now_s: float, uptime_s: float | None) -> bool:
-        """Add one poll's value; None changes nothing. Returns whether ``is_active`` changed."""
+        """Add one poll's value. Returns whether ``is_active`` changed.
+
+        None changes nothing, unless the rule clears when its value stays unknown.
+        """
         rule = self.rule
-        if value is None or (uptime_s is not None and uptime_s < rule.boot_grace_s):
+        if value is None:
+            return self._should_clear_unknown(now_s)
+        self._unknown_since = None
+        if uptime_s is not None and uptime_s < rule.boot_grace_s:
             return False
         judged = self._test(value, now_s)
         if judged is None:
@@ -285,6 +333,18 @@ class RuleHistory:
         if after_s is None or now_s - self._good_since < after_s:
             return False
         self.is_active = False
+        self._recent_results.clear()
+        return True
+
+    def _should_clear_unknown(self, now_s: float) -> bool:
+        after_s = self.rule.clear_unknown_after_s
+        if not self.is_active or after_s is None:
+            return False
+        if self._unknown_since is None:
+            self._unknown_since = now_s
+        if now_s - self._unknown_since < after_s:
+            return False
+        self.is_active, self._unknown_since = False, None
         self._recent_results.clear()
         return True
 

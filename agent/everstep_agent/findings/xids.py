@@ -22,47 +22,21 @@ import msgspec
 
 from everstep.errors import ConfigurationError
 from everstep.vocabulary import Action, Severity
-from everstep_agent.sensors.samples import XidEvent
+from everstep_agent.drivers.samples import XidEvent
 
 # Meaning of each XID: the table ``xids.csv``, and the driver's own recovery actions.
 #
+# The table has every number of NVIDIA's public Xid catalogue and of the driver's nverror.h. Its severity is for the
+# GPU's fitness for the next application, and its action is the catalogue's immediate action: only where the catalogue
+# asks for a reset, a restart or a repair does the table. A node cannot power-cycle itself, so XID 79 is "drain".
 # Vendors disagree about some numbers (32, 45, 63, 94, 109), so a site's policy may override any row.
 
 XID_FILE = Path(__file__).with_name("xids.csv")
 
 XID_FALLEN_OFF_BUS = 79
 XID_RECOVERY_ACTION_CHANGED = 154
-
-_SEVERITIES = {
-    "fatal": Severity.CRITICAL,
-    "critical": Severity.WARNING,
-    "warning": Severity.WARNING,
-    "info": Severity.INFO,
-    "per-action": Severity.INFO,
-}
-"""Severities of the table for the running application, converted to the GPU's fitness for the next one. "critical" ends
-the application; only "fatal" means that the GPU is unfit."""
-
-_ACTIONS = (
-    ("restart_app", Action.RESTART_RANK),
-    ("reset_gpu", Action.RESET_GPU),
-    ("reboot_node(power cycle)", Action.DRAIN),
-    ("reboot_vm_or_node", Action.REBOOT_NODE),
-    ("workflow: reset_gpu or reboot_node", Action.REBOOT_NODE),
-    ("workflow: reset_gpu", Action.RESET_GPU),
-    ("workflow: solo", Action.NONE),
-    ("check_mechanicals", Action.REPAIR),
-    ("contact_support", Action.REPAIR),
-    ("update_sw_fw", Action.NONE),
-    ("check_uvm", Action.NONE),
-    ("decode sub-code", Action.NONE),
-    ("do what the recovery action says", Action.NONE),
-    ("not listed: gpud says reboot", Action.REBOOT_NODE),
-    ("not listed", Action.NONE),
-    ("none", Action.NONE),
-)
-"""The table's first step as an action. A node cannot power-cycle itself: an operator, or the scheduler, has to take it
-out. If the table leaves the action to the driver, NONE gives way to the driver's demand."""
+DRAIN_AND_RESET = 4
+"""The recovery action that lets jobs end before the reset (Xid catalogue; nvml.h, nvmlDeviceGpuRecoveryAction_t)."""
 
 _RECOVERY = (
     ("none", Action.NONE),
@@ -81,6 +55,7 @@ class XidEntry(msgspec.Struct, frozen=True):
     """One row: the number's meaning, its severity for the GPU's fitness, and the action that would cure it."""
 
     xid: int
+    mnemonic: str
     name: str
     severity: Severity
     action: Action
@@ -89,12 +64,17 @@ class XidEntry(msgspec.Struct, frozen=True):
 
 
 def recovery_action(number: int) -> Action:
-    """Return the action for the driver's recovery number. A newer driver's number counts as the gravest known one."""
-    return _RECOVERY[number][1] if 0 <= number < len(_RECOVERY) else Action.REBOOT_NODE
+    """Return the action for the driver's recovery number; none for the unknown number of a newer driver or a garbled
+    answer, which is no ground to reboot a node."""
+    return _RECOVERY[number][1] if is_known_recovery(number) else Action.NONE
 
 
 def recovery_name(number: int) -> str:
-    return _RECOVERY[number][0] if 0 <= number < len(_RECOVERY) else f"unknown action {number}"
+    return _RECOVERY[number][0] if is_known_recovery(number) else f"unknown action {number}, look it up in nvml.h"
+
+
+def is_known_recovery(number: int) -> bool:
+    return 0 <= number < len(_RECOVERY)
 
 
 def load_xid_table(path: Path = XID_FILE) -> dict[int, XidEntry]:
@@ -107,19 +87,22 @@ def load_xid_table(path: Path = XID_FILE) -> dict[int, XidEntry]:
 def unknown_xid_entry(xid: int) -> XidEntry:
     """Return an entry for a number missing from the table: worth a person's look, but no ground to evict."""
     source = "agent/everstep_agent/findings/xids.csv"
-    return XidEntry(xid, "not in the table", Severity.WARNING, Action.NONE, "look it up", source)
+    return XidEntry(xid, "", "not in the table", Severity.WARNING, Action.NONE, "look it up", source)
 
 
 def _entry(row: dict[str, str], where: str) -> XidEntry:
     try:
-        severity = _SEVERITIES[row["severity"]]
-        action = next(ours for prefix, ours in _ACTIONS if row["action"].startswith(prefix))
-        xid = int(row["xid"])
-    except (KeyError, ValueError, StopIteration) as error:
+        return XidEntry(
+            xid=int(row["xid"]),
+            mnemonic=row["mnemonic"],
+            name=row["name"],
+            severity=Severity(row["severity"]),
+            action=Action(row["action"]),
+            advice=row["advice"] or "nothing to do",
+            source=row["source"],
+        )
+    except (KeyError, ValueError) as error:
         raise ConfigurationError(f"{where}: cannot read {row}: {error!r}") from error
-    if severity is Severity.CRITICAL and action in (Action.NONE, Action.RESTART_RANK):
-        action = Action.RESET_GPU
-    return XidEntry(xid, row["name"], severity, action, row["action"], row["source"])
 
 
 MAX_TEXT_LENGTH = 300

@@ -31,7 +31,7 @@ from typing import Protocol
 import msgspec
 
 from everstep.clock import Clock
-from everstep.process_activity import ActivityWindow, ProcessSample
+from everstep.host.process_activity import ActivityWindow, ProcessSample
 from everstep.vocabulary import RankActivity
 from everstep.wire.v1.directives import StopJob
 from everstep.wire.v1.local import FromAgent, RankExited, RankHeartbeat
@@ -65,6 +65,18 @@ class LocalConnection(Protocol):
         """Return what the kernel says of the process at the monotonic time ``at``; None if it is gone."""
 
     def __hash__(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class ProcessEnd:
+    """How a process ended, as far as the kernel tells; both None if it does not."""
+
+    exit_code: int | None = None
+    signal: int | None = None
+
+    @property
+    def is_known(self) -> bool:
+        return self.exit_code is not None or self.signal is not None
 
 
 class Timer(Protocol):
@@ -140,6 +152,7 @@ class RankLoss:
     lost_at: float
     trace: str
     detail: str
+    end: ProcessEnd | None = None  # as the kernel told it; the launcher's report comes later or not at all
     is_reported: bool = False
     timer: Timer | None = None
 
@@ -245,7 +258,8 @@ class LossReporter:
     _exit_grace_s: float  # time that a loss waits for the launcher's report of how the process ended
     _oom_kills: OomKills
 
-    def handle_disconnect(self, process: ConnectedRank, detail: str) -> None:
+    def handle_disconnect(self, process: ConnectedRank, detail: str, end: ProcessEnd | None = None) -> None:
+        """Handle the end of a rank's connection, or its death; ``end`` is how the process ended, if that is known."""
         job = process.job
         if job.ranks.get(process.local_rank) is process:
             del job.ranks[process.local_rank]
@@ -255,7 +269,8 @@ class LossReporter:
             return
         if process.generation is not None:
             job.lost_generations[process.local_rank] = process.generation
-        loss = RankLoss(process, self._clock.wall(), self._callbacks.new_trace_id(), process.kill_reason or detail)
+        reason, trace = process.kill_reason or detail, self._callbacks.new_trace_id()
+        loss = RankLoss(process, self._clock.wall(), trace, reason, end if end is not None and end.is_known else None)
         job.remember_ended(process.pid, loss)
         context = {"node": self._node, "job": job.name, "generation": process.generation, "trace": loss.trace}
         log.warning("local rank %d (pid %d) ended: %s", process.local_rank, process.pid, loss.detail, extra=context)
@@ -321,11 +336,12 @@ class LossReporter:
             return  # losing a spare affects no generation
         if not replacement:
             job.reported_vacancies[process.local_rank] = generation
-        detail = loss.detail if exited is None else f"{loss.detail}; {describe_exit(exited)}"
-        is_killed = exited is not None and exited.signal == SIGKILL and not process.kill_reason
+        end = exited or loss.end
+        detail = loss.detail if end is None else f"{loss.detail}; {describe_exit(end)}"
+        is_killed = end is not None and end.signal == SIGKILL and not process.kill_reason
         memory = self._oom_kills.explain(process.pid) if is_killed else ""
         self._report(
-            job, generation, rank, process.local_rank, detail, exited, loss, has_replacement=replacement, memory=memory
+            job, generation, rank, process.local_rank, detail, end, loss, has_replacement=replacement, memory=memory
         )
 
     def _report_unseen_exit(self, job: LocalJob, exited: RankExited) -> None:
@@ -351,7 +367,7 @@ class LossReporter:
         rank: int,
         local_rank: int,
         detail: str,
-        exited: RankExited | None = None,
+        end: RankExited | ProcessEnd | None = None,
         loss: RankLoss | None = None,
         *,
         has_replacement: bool = True,
@@ -367,16 +383,16 @@ class LossReporter:
                 rank=rank,
                 local_rank=local_rank,
                 detail=detail,
-                exit_code=None if exited is None else exited.exit_code,
-                signal=None if exited is None else exited.signal,
+                exit_code=None if end is None else end.exit_code,
+                signal=None if end is None else end.signal,
                 has_replacement=has_replacement,
                 out_of_memory=memory,
             )
         )
 
 
-def describe_exit(exited: RankExited) -> str:
-    return f"ended with status {exited.exit_code}" if exited.signal is None else f"ended by signal {exited.signal}"
+def describe_exit(end: RankExited | ProcessEnd) -> str:
+    return f"ended with status {end.exit_code}" if end.signal is None else f"ended by signal {end.signal}"
 
 
 # Silence of ranks.
@@ -402,6 +418,12 @@ class SilenceMonitor:
     _event_counts: Counter[str]
     _stopped_after_s: float
     _unresponsive_after_s: float
+
+    def next_check_s(self, processes: Iterable[ConnectedRank]) -> float:
+        """Return the seconds until the first of these ranks may have been silent for too long, if it sends nothing;
+        negative if one has been."""
+        seen = min((process.last_seen_at for process in processes), default=float("inf"))
+        return seen + self._stopped_after_s - self._clock.monotonic()
 
     def check(self, processes: Iterable[ConnectedRank], loop_lag_s: float) -> None:
         """Check all ranks once. ``loop_lag_s`` is how many seconds late this check runs."""

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from time import CLOCK_BOOTTIME, clock_gettime
 
-from everstep.cgroups import CGROUP_ROOT, memory_limit_bytes, oom_kill_count, process_group
 from everstep.clock import Clock
+from everstep.host.cgroups import CGROUP_ROOT, memory_limit_bytes, oom_kill_count, process_group
 from everstep_agent.drivers.kmsg import KernelLog
 
 POLL_INTERVAL_S = 0.5

@@ -48,6 +48,7 @@ from everstep_agent.jobs.local_processes import (
     LocalJob,
     LossCallbacks,
     LossReporter,
+    ProcessEnd,
     SilenceMonitor,
 )
 from everstep_agent.jobs.oom_kills import OomKills
@@ -120,6 +121,7 @@ class JobRegistry:
                 busy_s=tick.busy_s,
                 started_step=tick.started_step,
                 until_step=tick.until_step,
+                snapshot_every=tick.snapshot_every,
             )
             for process in self._ranks.values()
             if (tick := process.last_tick) is not None
@@ -296,10 +298,11 @@ class JobRegistry:
         self._callbacks.report(process.build_offer(self._clock.wall(), self._callbacks.new_trace_id()))
         log.info("launcher joined", extra={"node": self._node, "job": job.name})
 
-    def handle_disconnect(self, connection: LocalConnection, detail: str) -> None:
-        """Handle the end of a connection, orderly or by the end of its process."""
+    def handle_disconnect(self, connection: LocalConnection, detail: str, end: ProcessEnd | None = None) -> None:
+        """Handle the end of a connection, orderly or by the end of its process, which ``end`` describes if it is known
+        (``everstep_agent.jobs.death_watch``)."""
         if (rank := self._ranks.pop(connection, None)) is not None:
-            self.loss_reporter.handle_disconnect(rank, detail)
+            self.loss_reporter.handle_disconnect(rank, detail, end)
             self._forget_if_ended(rank.job)
         if (launcher := self._launchers.pop(connection, None)) is not None:
             self._handle_launcher_disconnect(launcher, detail)
@@ -409,6 +412,10 @@ class JobRegistry:
         for connection in connections:
             connection.send(body)
         self._forget_if_ended(job)
+
+    def next_check_s(self) -> float:
+        """Return the seconds until ``check_silence`` may find a silent rank."""
+        return self.silence_monitor.next_check_s(self._ranks.values())
 
     def check_silence(self, loop_lag_s: float) -> None:
         """Report ranks that stopped ticking. This check's own delay, ``loop_lag_s``, does not count as silence."""

@@ -12,15 +12,21 @@ import os
 import signal
 import socket
 from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import msgspec
 
 from everstep.errors import EverstepError, MalformedMessage, PermissionDenied
-from everstep.process_activity import ProcessSample, sample_process
+from everstep.host.process_activity import ProcessSample, sample_process
+from everstep.host.processes import PROC, read_stat
 from everstep.wire.framing import FrameDecoder, encode_frame, negotiate
 from everstep.wire.v1.directives import KillRank
-from everstep.wire.v1.local import MAX_FRAME_BYTES, FromAgent, Goodbye, Hello, ToAgent, Welcome
+from everstep.wire.v1.local import MAX_FRAME_BYTES, ConnectionRole, FromAgent, Goodbye, Hello, ToAgent, Welcome
+from everstep_agent.jobs.death_watch import DeathWatch, open_watch
+from everstep_agent.jobs.local_processes import ProcessEnd
 from everstep_agent.jobs.registry import JobRegistry
 from everstep_agent.lifecycle import peer_credentials
 
@@ -30,10 +36,12 @@ HELLO_TIMEOUT_S = 5.0
 """Seconds after which a connection that has sent no Hello is closed."""
 
 IDLE_CHECK_INTERVAL_S = 0.5
-"""Seconds between checks for silent ranks while none is connected."""
+"""Most seconds between two checks for silent ranks."""
 
 MAX_UNREAD_BYTES = 256 << 10
 """Bytes buffered for a peer that does not read; beyond that only the newest message of each kind is kept."""
+
+READ_BYTES = 1 << 16
 
 REFUSAL_REASONS = ("forbidden", "malformed", "protocol_version", "no_hello")
 """Reasons to refuse or cut a connection. Each is counted from 0 at the start, so that rates see the first."""
@@ -64,10 +72,11 @@ class AgentSocketServer:
             os.umask(before)
 
     async def watch_silence(self, interval_s: float) -> None:
-        """Check for silent ranks until cancelled; the event loop's own delay is subtracted from their silence."""
+        """Check for silent ranks until cancelled, whenever one may have been silent for too long, but no more often
+        than every ``interval_s``. The event loop's own delay is subtracted from their silence."""
         loop = asyncio.get_running_loop()
         while True:
-            pause_s = interval_s if self.jobs.is_busy() else IDLE_CHECK_INTERVAL_S
+            pause_s = max(interval_s, min(self.jobs.next_check_s(), IDLE_CHECK_INTERVAL_S))
             due = loop.time() + pause_s
             await asyncio.sleep(pause_s)
             self.jobs.check_silence(max(0.0, loop.time() - due))
@@ -101,6 +110,8 @@ class _Connection(asyncio.Protocol):
         self._paused = False
         self._unsent_by_kind: dict[tuple[type, int], FromAgent] = {}
         self._close_reason = ""
+        self._watch: DeathWatch | None = None
+        self._end: ProcessEnd | None = None
 
     # asyncio protocol callbacks
 
@@ -139,10 +150,14 @@ class _Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._server.connections.discard(self)
+        if exc is not None:
+            self._read_remaining()
         if self._hello_timer is not None:
             self._hello_timer.cancel()
         if self._hello is not None:
-            self._server.jobs.handle_disconnect(self, self._close_reason or self._describe_end(exc))
+            self._server.jobs.handle_disconnect(self, self._close_reason or self._describe_end(exc), self._end)
+        if self._watch is not None:
+            self._watch.close()
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
@@ -173,10 +188,9 @@ class _Connection(asyncio.Protocol):
 
     def process_state(self) -> str:
         try:
-            stat = Path(f"/proc/{self._pid}/stat").read_bytes()
+            return read_stat(PROC / str(self._pid))[0]
         except OSError:
             return ""
-        return stat.rpartition(b")")[2].split()[0].decode()
 
     def sample(self, at: float) -> ProcessSample | None:
         return sample_process(self._pid, at)
@@ -202,17 +216,51 @@ class _Connection(asyncio.Protocol):
             if isinstance(message, Hello):
                 raise MalformedMessage("a second Hello on one connection")
             self._server.jobs.handle_message(self, message)
+            if self._watch is not None:
+                self._watch.start_if_locked()
             return
         if isinstance(message, Goodbye):
             self.close()
             return
         if not isinstance(message, Hello):
             raise MalformedMessage(f"the first frame must be Hello, not {type(message).__name__}")
-        assert self._transport is not None
-        protocol = negotiate(message.protocols)
-        self._transport.write(encode_frame(msgspec.structs.replace(self._server.welcome, protocol=protocol)))
+        welcome = msgspec.structs.replace(self._server.welcome, protocol=negotiate(message.protocols))
+        self._send_welcome(welcome, for_rank=message.role is ConnectionRole.RANK)
         self._server.jobs.handle_hello(self, message)
         self._hello = message
+
+    def _send_welcome(self, welcome: Welcome, *, for_rank: bool) -> None:
+        """Send the first frame; to a rank with memory for its mutex, which an older rank does not take."""
+        assert self._transport is not None
+        frame, sent = encode_frame(welcome), 0
+        if for_rank:
+            notify = partial(_call_soon, asyncio.get_running_loop(), self._handle_death)
+            self._watch = open_watch(self._pid, self._pidfd, notify)
+        if self._watch is not None:
+            number = self._transport.get_extra_info("socket").fileno()
+            # Without the descriptor the rank holds no mutex, and the end of its connection tells of its death.
+            with suppress(OSError), socket.socket(fileno=os.dup(number)) as own:
+                sent = socket.send_fds(own, [frame], [self._watch.descriptor], socket.MSG_NOSIGNAL)
+        self._transport.write(frame[sent:])
+
+    def _handle_death(self, end: ProcessEnd) -> None:
+        """Handle the death of the process, long before its connection ends if it has much memory."""
+        if self._hello is None or self._transport is None or self._transport.is_closing():
+            return
+        self._read_remaining()  # it may have said goodbye
+        self._end = end
+        self._close_reason = self._close_reason or "its process ended"
+        self._transport.abort()
+
+    def _read_remaining(self) -> None:
+        """Read what the peer sent before it closed. A write that fails ends the reading: a Goodbye would be lost."""
+        assert self._transport is not None
+        descriptor = self._transport.get_extra_info("socket").fileno()
+        try:
+            while data := os.read(descriptor, READ_BYTES):
+                self.data_received(data)
+        except OSError:
+            pass  # all is read, or the connection was reset
 
     def _check_hello(self) -> None:
         if self._hello is None:
@@ -225,6 +273,12 @@ class _Connection(asyncio.Protocol):
         if self._decoder.pending_bytes:
             return "its connection ended in the middle of a frame"
         return "its connection ended"
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[ProcessEnd], None], end: ProcessEnd) -> None:
+    """Call from another thread; nothing happens once the loop is closed."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(callback, end)
 
 
 def _peer_pidfd(connected: socket.socket, pid: int) -> int:

@@ -23,7 +23,7 @@ import torch
 import torch.distributed
 
 from everstep.errors import ConfigurationError
-from everstep.parent_process import die_with_parent
+from everstep.host.parent_process import die_with_parent
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.vocabulary import ProbeKind
 from everstep.wire.framing import FrameDecoder, encode_frame
@@ -174,7 +174,7 @@ def retry_wrong_product(product: WrongProduct, device: torch.device, set_stage: 
     size = min(size, math.isqrt(size**3 // product.inner))  # no more operations than for a known product
     down, across = max(1, size // product.rows), max(1, size // product.columns)
     repetitions = _multiply(left.to(device).repeat(down, 1), right.to(device).repeat(1, across))
-    low, high = (one.to(device).repeat(1, across) for one in (expected - allowed, expected + allowed))
+    low, high = (bound.to(device).repeat(1, across) for bound in (expected - allowed, expected + allowed))
     _check_repeated(repetitions.view(down, product.rows, -1), low, high, product.work, device)
 
 

@@ -2,14 +2,30 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from everstep.wire.v1.agent import MAX_GAUGED_GPUS, GpuGauges
-from everstep_agent.sensors.samples import THROTTLE_REASONS, GpuSample
+from everstep_agent.drivers.samples import THROTTLE_REASONS, GpuSample
 from everstep_agent.sensors.sensor_messages import SensorReport
 
 MAX_POLL_AGE_S = 10.0
 """Seconds after which a poll is too old to be sent: the sensors hang, and the controller shows when it heard last."""
 
 _LEAST_IMPLAUSIBLE = 1 << 53  # of ``SafeInt``
+
+
+def fresh_report(report: SensorReport, now: float) -> SensorReport:
+    """Return the report, without its samples if they are too old to be exported; ``now`` in wall seconds.
+
+    GPUs stay listed, as ones that cannot be read: an alert on ``everstep_gpu_up`` must not lose its series.
+    """
+    if now - report.polled_at <= MAX_POLL_AGE_S:
+        return report
+    silent = tuple(
+        GpuSample(index=gpu.index, pci_bus_id=gpu.pci_bus_id, uuid=gpu.uuid, error="the sensors hang")
+        for gpu in report.poll.gpus
+    )
+    return msgspec.structs.replace(report, poll=msgspec.structs.replace(report.poll, gpus=silent, ports=()))
 
 
 def gpu_gauges(report: SensorReport, now: float) -> tuple[GpuGauges, ...]:

@@ -1,18 +1,20 @@
-"""GPU samples through NVML. Nothing raises: the sample of an unreadable GPU holds the reason."""
+"""GPU samples through NVML. Nothing raises: every value fails by itself, and the sample holds the reason."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-import pynvml
+import msgspec
 
 from everstep.wire.v1.agent import Gpu
 from everstep_agent.drivers import nvml
-from everstep_agent.drivers.nvml import GpuDevice, Nvml, NvmlError
+from everstep_agent.drivers.nvml import GpuDevice, Nvml, NvmlError, Outcome
+from everstep_agent.drivers.pci_gpus import PciGpu
+from everstep_agent.drivers.samples import GpuSample, LinkSample, XidEvent
 from everstep_agent.drivers.sysfs import PcieLimit
-from everstep_agent.sensors.samples import GpuSample, XidEvent
+from everstep_agent.sensors.nvlinks import NvLinks, total
 
 REOPEN_EVERY = 10
 """Polls between attempts to open NVML, or to find a lost GPU again: opening takes the driver's big lock."""
@@ -22,134 +24,322 @@ MAX_EVENTS_PER_WAIT = 64
 """Events taken at once; the kernel log counts a storm."""
 
 
+@dataclass(frozen=True)
+class Absence:
+    """Why a GPU has no handle."""
+
+    index: int
+    error: str
+    is_lost: bool = False
+    is_reset_required: bool = False
+    is_silent: bool = False  # a call about it has not returned
+
+
+@dataclass(eq=False)
+class OpenGpu:
+    """A GPU with a handle."""
+
+    device: GpuDevice
+    identity: Gpu
+    identified: Outcome  # how the calls for the identity ended
+    slow_values: dict[str, Any] | None = None
+    slow_outcome: Outcome = field(default_factory=Outcome)
+
+
 @dataclass(eq=False)
 class GpuSensor:
-    """All GPUs of the node."""
+    """All GPUs of the node. ``poll`` makes the steps of a poll; a caller that fears a hang makes them itself."""
 
     slow_every: int  # slow-moving values are read at every n-th poll, at different polls for different GPUs
     set_activity: Callable[[str], None]  # receives the next activity before it starts
     platform: Callable[[str], PcieLimit] = lambda bus_id: NO_PCIE_LIMIT  # of the PCIe slot at a bus address
+    on_bus: Callable[[], tuple[PciGpu, ...] | None] = lambda: None  # the GPUs on the PCI bus, without NVML
+    known_gpus: dict[str, Gpu] = field(default_factory=dict)
+    error: str = ""
+    error_code: int = 0  # of opening NVML
+    driver_version: str = ""
+    bus: tuple[PciGpu, ...] | None = None  # ``on_bus`` when NVML was opened last, so that the two can be compared
+    _must_reopen: bool = False
     _limits: dict[str, PcieLimit] = field(default_factory=dict)
     _library: Nvml | None = None
     _polls: int = 0
-    _slow_values: dict[str, dict[str, Any]] = field(default_factory=dict)
-    _links_seen: dict[str, set[int]] = field(default_factory=dict)
-    known_gpus: dict[str, Gpu] = field(default_factory=dict)
-    error: str = ""
-    driver_version: str = ""
+    _found: dict[int, OpenGpu | Absence] | None = None  # by index, while NVML is being opened
+    _open: dict[str, OpenGpu] = field(default_factory=dict)
+    _absent: dict[str, Absence] = field(default_factory=dict)
+    _links: dict[str, NvLinks] = field(default_factory=dict)
 
     def poll(self) -> tuple[GpuSample, ...]:
-        """Return one sample for each GPU ever seen; a GPU that is no longer listed is lost."""
-        self._open_if_due()
-        self._polls += 1
-        if self._library is None:
-            return tuple(_unreadable_sample(gpu, self.error, lost=False) for gpu in self.known_gpus.values())
-        listed = {device.identity.pci_bus_id: device for device in self._library.devices}
-        samples = []
-        for bus_id, identity in self.known_gpus.items():
-            if bus_id in listed:
-                samples.append(self._read(listed[bus_id]))
-            else:
-                samples.append(_unreadable_sample(identity, "NVML no longer lists this GPU", lost=True))
-        is_broken = bool(self.error) or any(sample.lost or sample.error for sample in samples)
-        if is_broken and self._polls % REOPEN_EVERY == 0:
+        """Return one sample for each GPU that is known or cannot be identified."""
+        self.open_if_due()
+        for index in self.unidentified:
+            self.accept(index, self.identify(index))
+        self.finish_opening()
+        samples = tuple(self.read(subject) for subject in self.subjects)
+        self.close_if_broken(samples)
+        return samples
+
+    @property
+    def subjects(self) -> tuple[str, ...]:
+        """The PCI addresses to read."""
+        return tuple({**self.known_gpus, **self._absent})
+
+    def index_of(self, subject: str) -> int | None:
+        """Return the index by which NVML is asked for the GPU at a PCI address, or None if it is not asked."""
+        gpu = self._open.get(subject)
+        return None if gpu is None else gpu.identity.index
+
+    def read(self, subject: str) -> GpuSample:
+        """Return a sample of the GPU at a PCI address."""
+        if (gpu := self._open.get(subject)) is not None:
+            return self._read(gpu)
+        identity = self.known_gpus.get(subject)
+        if (absence := self._absent.get(subject)) is not None:
+            uuid = "" if identity is None else identity.uuid
+            where: dict[str, Any] = {"index": absence.index, "pci_bus_id": subject, "uuid": uuid}
+            recovery = 1 if absence.is_reset_required else None
+            how: dict[str, Any] = {"error": absence.error, "is_closed": absence.is_silent}
+            return GpuSample(**where, **how, lost=absence.is_lost, recovery_action=recovery)
+        assert identity is not None, f"{subject} is no subject"
+        return GpuSample(**_where(identity), error=self.error or "NVML is closed", is_closed=True)
+
+    def close_if_broken(self, samples: tuple[GpuSample, ...]) -> None:
+        """Count a poll as done, and close NVML if it is to be opened afresh for the sake of a GPU."""
+        is_broken = self._must_reopen or any(sample.error for sample in samples)
+        if self._library is not None and is_broken and self._polls % REOPEN_EVERY == 0:
             self.close()
-        return tuple(samples)
 
     def wait_xid_events(self, timeout_s: float) -> list[XidEvent] | None:
         """Wait for NVML events. Returns None, without waiting, if this machine offers none."""
-        if self._library is None or not self._library.has_events:
+        library = self._library
+        if library is None or not library.has_events:
             return None
         events: list[XidEvent] = []
         timeout_ms = max(0, int(timeout_s * 1000))
         self.set_activity("nvml event wait")
         try:
-            while len(events) < MAX_EVENTS_PER_WAIT and (event := self._library.wait_event(timeout_ms)) is not None:
+            while len(events) < MAX_EVENTS_PER_WAIT and (event := library.wait_event(timeout_ms)) is not None:
                 device, kind, data = event
                 timeout_ms = 0
-                if kind == pynvml.nvmlEventTypeXidCriticalError and device is not None:
-                    events.append(XidEvent(pci_bus_id=device.identity.pci_bus_id, xid=data, source="nvml"))
+                bus_id = next((bus_id for bus_id, gpu in self._open.items() if gpu.device is device), None)
+                if kind == nvml.EVENT_XID and bus_id is not None:
+                    events.append(XidEvent(pci_bus_id=bus_id, xid=data, source="nvml"))
         except NvmlError:
             return None
         return events
 
+    def check_bus(self) -> None:
+        """Open NVML afresh soon if the GPUs on the PCI bus have changed: NVML lists those of its opening."""
+        self._must_reopen |= self.on_bus() != self.bus
+
     def close(self) -> None:
         if self._library is not None:
             self._library.close()
-            self._library = None
+            self._library = self._found = None
+            self._open = {}
+            self._absent = {}
 
-    def _open_if_due(self) -> None:
-        if self._library is not None or self._polls % REOPEN_EVERY:
+    # Opening
+
+    def open_if_due(self) -> None:
+        """Begin a poll: open NVML if it is closed and due."""
+        is_due = self._library is None and self._polls % REOPEN_EVERY == 0
+        self._polls += 1
+        if not is_due:
             return
         self.set_activity("nvml initialization")
         try:
-            self._library = Nvml(self._links_seen)
+            library = Nvml()
         except NvmlError as fault:
-            self.error = str(fault)
+            self.error, self.error_code = str(fault), fault.code
+            self._forget_given_away()
             return
-        self.error = "; ".join(f"GPU {index}: {fault}" for index, fault in self._library.failed_devices)
-        self.driver_version = self._library.driver_version
-        for device in self._library.devices:
-            bus_id = device.identity.pci_bus_id
-            self.known_gpus[bus_id] = device.identity
-            self._limits[bus_id] = self.platform(bus_id)
+        self.error, self.error_code = "", 0
+        self.driver_version = library.driver_version or self.driver_version
+        self._library, self._found = library, {}
 
-    def _read(self, device: GpuDevice) -> GpuSample:
-        gpu = device.identity
-        self.set_activity(f"gpu {gpu.index} at {gpu.pci_bus_id}")
-        try:
-            values = _read_fast_values(device)
-            if gpu.uuid not in self._slow_values or (self._polls + gpu.index) % self.slow_every == 0:
-                self._slow_values[gpu.uuid] = _read_slow_values(device, self._limits.get(gpu.pci_bus_id, NO_PCIE_LIMIT))
-                values["pcie_utilization"] = values["gpu_utilization"]
-        except NvmlError as fault:
-            recovery = 1 if fault.is_reset_required else None
-            return _unreadable_sample(gpu, str(fault), lost=fault.is_gpu_lost, recovery_action=recovery)
+    @property
+    def unidentified(self) -> list[int]:
+        """The indices of GPUs still to be identified while NVML is being opened."""
+        if self._library is None or self._found is None:
+            return []
+        return [index for index in range(self._library.count) if index not in self._found]
+
+    def identify(self, index: int) -> OpenGpu | Absence:
+        """Return the GPU with an index, for ``accept``. Changes nothing."""
+        self.set_activity(f"identity of gpu {index}")
+        return _look_at(index, nvml.handle_of(index))
+
+    def accept(self, index: int, found: OpenGpu | Absence) -> None:
+        """Take the answer about a GPU, or the reason for its absence."""
+        if self._found is not None:
+            self._found[index] = found
+
+    def finish_opening(self) -> None:
+        """Find the PCI address of every GPU, and the reason for each known GPU that NVML does not list."""
+        found, self._found = self._found, None
+        if found is None or self._library is None:
+            return
+        present, absent, unplaced = dict[str, OpenGpu](), dict[str, Absence](), list[OpenGpu | Absence]()
+        by_uuid = {gpu.uuid: bus_id for bus_id, gpu in self.known_gpus.items() if gpu.uuid}
+        for _, gpu in sorted(found.items()):
+            uuid_or_address = "" if isinstance(gpu, Absence) else gpu.identity.pci_bus_id or gpu.identity.uuid
+            bus_id = by_uuid.get(uuid_or_address, uuid_or_address if ":" in uuid_or_address else "")
+            if bus_id and isinstance(gpu, OpenGpu):
+                present[bus_id] = gpu
+            else:
+                unplaced.append(gpu)
+        on_bus = self.bus = self.on_bus()
+        self._must_reopen = False
+        for bus_id, gpu in self._place(unplaced, present, on_bus):
+            if isinstance(gpu, Absence):
+                absent[bus_id] = gpu
+            else:
+                present[bus_id] = gpu
+        for bus_id in [bus_id for bus_id in self.known_gpus if bus_id not in present and bus_id not in absent]:
+            self._look_for(bus_id, on_bus, present, absent)
+        for bus_id, opened in present.items():
+            opened.identity = self.known_gpus[bus_id] = _merged(opened.identity, self.known_gpus.get(bus_id), bus_id)
+            self._limits[bus_id] = self.platform(bus_id)
+        self._open, self._absent = present, absent
+        self._library.register_events([opened.device for opened in present.values()])
+
+    def _place(
+        self, unplaced: list[OpenGpu | Absence], present: dict[str, OpenGpu], on_bus: tuple[PciGpu, ...] | None
+    ) -> list[tuple[str, OpenGpu | Absence]]:
+        """Return addresses for GPUs that do not tell theirs: those that are left over, in NVML's order.
+
+        NVML numbers GPUs by PCI address. A GPU whose address stays unknown is named by its index.
+        """
+        usable = self.known_gpus if on_bus is None else [gpu.bus_id for gpu in on_bus if gpu.is_usable]
+        left = sorted(bus_id for bus_id in usable if bus_id not in present)
+        if len(left) == len(unplaced):
+            return list(zip(left, unplaced, strict=True))
+        return [(f"index {_index(found)}", found) for found in unplaced]
+
+    def _look_for(
+        self,
+        bus_id: str,
+        on_bus: tuple[PciGpu, ...] | None,
+        present: dict[str, OpenGpu],
+        absent: dict[str, Absence],
+    ) -> None:
+        """Decide about a known GPU that NVML no longer lists. One that was given away is forgotten."""
+        index = self.known_gpus[bus_id].index
+        if on_bus is not None:
+            state = next((gpu for gpu in on_bus if gpu.bus_id == bus_id), None)
+            if state is None:
+                absent[bus_id] = Absence(index, "the GPU has left the PCI bus", is_lost=True)
+                return
+            if not state.is_usable:
+                del self.known_gpus[bus_id]
+                return
+        found = _look_at(index, nvml.handle_at(bus_id))
+        if isinstance(found, Absence):
+            absent[bus_id] = replace(found, error=f"NVML no longer lists this GPU: {found.error}")
+        else:
+            present[bus_id] = found
+
+    def _forget_given_away(self) -> None:
+        """Forget the GPUs that another driver holds, or that are hidden from this process."""
+        self.bus = self.on_bus()
+        for gpu in self.bus or ():
+            if gpu.is_given_away:
+                self.known_gpus.pop(gpu.bus_id, None)
+
+    # Reading
+
+    def _read(self, gpu: OpenGpu) -> GpuSample:
+        identity = gpu.identity
+        bus_id = identity.pci_bus_id
+        self.set_activity(f"gpu {identity.index} at {bus_id}")
+        fast = gpu.device.start_pass()
+        values = _read_fast_values(gpu.device)
+        if fast.is_lost:
+            return GpuSample(**_where(identity), lost=True, error=fast.summary)
+        if gpu.slow_values is None or (self._polls + identity.index) % self.slow_every == 0:
+            self._read_slowly(gpu)
+            values["pcie_utilization"] = values["gpu_utilization"]
+            values["links_are_new"] = True
+        if fast.is_reset_required and values["recovery_action"] is None:
+            values["recovery_action"] = 1
+        errors = [*gpu.identified.errors, *fast.errors, *gpu.slow_outcome.errors]
         return GpuSample(
-            index=gpu.index, pci_bus_id=gpu.pci_bus_id, uuid=gpu.uuid, **values, **self._slow_values[gpu.uuid]
+            **_where(gpu.identity),
+            **values,
+            **(gpu.slow_values or {}),
+            error=fast.summary if fast.is_unreadable else "",
+            failed_values=len(errors),
+            failures=Outcome(errors=errors).summary,
         )
 
+    def _read_slowly(self, gpu: OpenGpu) -> None:
+        """Read the slow values, and again those of the identity that failed."""
+        bus_id = gpu.identity.pci_bus_id
+        if gpu.identified.errors:
+            gpu.identified = gpu.device.start_pass()
+            again = gpu.device.identify(gpu.identity.index)
+            gpu.identity = self.known_gpus[bus_id] = _merged(again, gpu.identity, bus_id)
+        gpu.slow_outcome = gpu.device.start_pass()
+        links = self._links.setdefault(gpu.identity.uuid or bus_id, NvLinks())
+        slow = _read_slow_values(gpu.device, self._limits.get(bus_id, NO_PCIE_LIMIT))
+        gpu.slow_values = slow | _link_values(links.read(gpu.device))
 
-def _unreadable_sample(gpu: Gpu, error: str, *, lost: bool, recovery_action: int | None = None) -> GpuSample:
-    where: dict[str, Any] = {"index": gpu.index, "pci_bus_id": gpu.pci_bus_id, "uuid": gpu.uuid}
-    return GpuSample(**where, lost=lost, error=error, recovery_action=recovery_action)
+
+def _look_at(index: int, handle: Any) -> OpenGpu | Absence:
+    if isinstance(handle, NvmlError):
+        return Absence(index, str(handle), handle.is_gpu_lost, handle.is_reset_required)
+    device = GpuDevice(handle)
+    outcome = device.start_pass()
+    return OpenGpu(device, device.identify(index), outcome)
 
 
-_ECC_CORRECTED = (pynvml.nvmlDeviceGetTotalEccErrors, pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED)
-_ECC_UNCORRECTED = (pynvml.nvmlDeviceGetTotalEccErrors, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED)
+def _index(found: OpenGpu | Absence) -> int:
+    return found.index if isinstance(found, Absence) else found.identity.index
+
+
+def _where(gpu: Gpu) -> dict[str, Any]:
+    return {"index": gpu.index, "pci_bus_id": gpu.pci_bus_id, "uuid": gpu.uuid}
+
+
+def _merged(gpu: Gpu, before: Gpu | None, bus_id: str) -> Gpu:
+    """Return the identity with its address, and with what was known of this very GPU in place of empty values."""
+    known = before if before is not None and gpu.uuid in ("", before.uuid) else None
+    filled = {} if known is None else {n: getattr(known, n) for n in Gpu.__struct_fields__ if not getattr(gpu, n)}
+    return msgspec.structs.replace(gpu, **filled | {"index": gpu.index, "pci_bus_id": bus_id})
+
+
+_CLOCK_SM = 1
+_CLOCK_MEMORY = 2
+_CORRECTED = 0
+_UNCORRECTED = 1
+_SINCE_LOADED = 0
+_LIFETIME = 1
+_CORE_TEMPERATURE = 0
+"""Numbers of nvml.h: nvmlClockType_t, nvmlMemoryErrorType_t, nvmlEccCounterType_t, nvmlTemperatureSensors_t."""
 
 _FAST_FIELDS = {
-    "memory_temperature_c": pynvml.NVML_FI_DEV_MEMORY_TEMP,
-    "energy_j": pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION,
-    "remap_pending": pynvml.NVML_FI_DEV_REMAPPED_PENDING,
-    "remap_failure": pynvml.NVML_FI_DEV_REMAPPED_FAILURE,
-    "recovery_action": pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION,
+    "memory_temperature_c": 82,
+    "energy_j": 83,
+    "remap_pending": 144,
+    "remap_failure": 145,
+    "recovery_action": 230,
 }
-_SLOW_FIELDS = {
-    "remapped_corrected": pynvml.NVML_FI_DEV_REMAPPED_COR,
-    "remapped_uncorrected": pynvml.NVML_FI_DEV_REMAPPED_UNC,
-    "pcie_fatal_errors": pynvml.NVML_FI_DEV_PCIE_COUNT_FATAL_ERROR,
-    "nvlink_recovery_failures": pynvml.NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_FAILED_EVENTS,
-}
-_NVLINK_COUNTERS = (
-    pynvml.NVML_FI_DEV_NVLINK_ERROR_DL_REPLAY,
-    pynvml.NVML_FI_DEV_NVLINK_ERROR_DL_RECOVERY,
-    pynvml.NVML_FI_DEV_NVLINK_ERROR_DL_CRC,
-)
+_SLOW_FIELDS = {"remapped_corrected": 142, "remapped_uncorrected": 143, "pcie_fatal_errors": 180}
+"""Numbers of nvml.h: NVML_FI_DEV_*."""
 
 
 def _read_fast_values(device: GpuDevice) -> dict[str, Any]:
-    """Read the values that change from second to second. Raises NvmlError."""
-    memory = device.read(pynvml.nvmlDeviceGetMemoryInfo)
-    utilization = device.read(pynvml.nvmlDeviceGetUtilizationRates)
+    """Read the values that change from second to second."""
+    memory = device.read("nvmlDeviceGetMemoryInfo")
+    utilization = device.read("nvmlDeviceGetUtilizationRates")
     fields = dict(zip(_FAST_FIELDS, device.read_fields(tuple(_FAST_FIELDS.values())), strict=True))
     return fields | {
         "energy_j": _scaled(fields["energy_j"], 1e-3),
-        "temperature_c": device.read(pynvml.nvmlDeviceGetTemperature, pynvml.NVML_TEMPERATURE_GPU),
-        "temperature_margin_c": device.read(pynvml.nvmlDeviceGetMarginTemperature),
-        "power_w": _scaled(device.read(pynvml.nvmlDeviceGetPowerUsage), 1e-3),
-        "sm_clock_mhz": device.read(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_SM),
-        "throttle_reasons": device.read(pynvml.nvmlDeviceGetCurrentClocksEventReasons),
+        "temperature_c": device.read("nvmlDeviceGetTemperature", _CORE_TEMPERATURE),
+        "temperature_margin_c": device.read("nvmlDeviceGetMarginTemperature"),
+        "power_w": _scaled(device.read("nvmlDeviceGetPowerUsage"), 1e-3),
+        "sm_clock_mhz": device.read("nvmlDeviceGetClockInfo", _CLOCK_SM),
+        "throttle_reasons": _throttle_reasons(device),
         "memory_used_bytes": None if memory is None else memory.used,
         "memory_total_bytes": None if memory is None else memory.total,
         "gpu_utilization": None if utilization is None else utilization.gpu / 100,
@@ -157,31 +347,53 @@ def _read_fast_values(device: GpuDevice) -> dict[str, Any]:
     }
 
 
+def _throttle_reasons(device: GpuDevice) -> int | None:
+    """Return the reasons under their new name, or under that of drivers before 535."""
+    reasons: int | None = device.read("nvmlDeviceGetCurrentClocksEventReasons")
+    return device.read("nvmlDeviceGetCurrentClocksThrottleReasons") if reasons is None else reasons
+
+
 def _read_slow_values(device: GpuDevice, limit: PcieLimit) -> dict[str, Any]:
-    """Read the values that change rarely, or cost a call for each of many links. Raises NvmlError."""
-    numbers = device.read_fields((*_SLOW_FIELDS.values(), *_NVLINK_COUNTERS))
-    fields = dict(zip(_SLOW_FIELDS, numbers, strict=False))
-    nvlink_counters = [each for each in numbers[len(_SLOW_FIELDS) :] if each is not None]
-    links, links_down = device.count_nvlinks()
-    processes = device.read(pynvml.nvmlDeviceGetComputeRunningProcesses_v3)
+    """Read the values that change rarely."""
+    fields = dict(zip(_SLOW_FIELDS, device.read_fields(tuple(_SLOW_FIELDS.values())), strict=True))
+    processes = device.read("nvmlDeviceGetComputeRunningProcesses_v3")
+    generation_max = device.read("nvmlDeviceGetMaxPcieLinkGeneration")
+    width_max = device.read("nvmlDeviceGetMaxPcieLinkWidth")
     return fields | {
-        "power_limit_w": _scaled(device.read(pynvml.nvmlDeviceGetEnforcedPowerLimit), 1e-3),
-        "memory_clock_mhz": device.read(pynvml.nvmlDeviceGetClockInfo, pynvml.NVML_CLOCK_MEM),
-        "ecc_corrected": device.read(*_ECC_CORRECTED, pynvml.NVML_VOLATILE_ECC),
-        "ecc_uncorrected": device.read(*_ECC_UNCORRECTED, pynvml.NVML_VOLATILE_ECC),
-        "ecc_uncorrected_lifetime": device.read(*_ECC_UNCORRECTED, pynvml.NVML_AGGREGATE_ECC),
-        "sram_threshold_exceeded": device.read(nvml.sram_threshold_exceeded),
-        "retired_pages": device.read(nvml.retired_pages),
-        "pcie_replays": device.read(pynvml.nvmlDeviceGetPcieReplayCounter),
-        "pcie_generation": device.read(pynvml.nvmlDeviceGetCurrPcieLinkGeneration),
-        "pcie_generation_max": _lesser_limit(device.read(pynvml.nvmlDeviceGetMaxPcieLinkGeneration), limit.generation),
-        "pcie_width": device.read(pynvml.nvmlDeviceGetCurrPcieLinkWidth),
-        "pcie_width_max": _lesser_limit(device.read(pynvml.nvmlDeviceGetMaxPcieLinkWidth), limit.width),
-        "nvlinks": links or None,
-        "nvlinks_down": links_down if links else None,
-        "nvlink_errors": sum(nvlink_counters) if nvlink_counters else None,
+        "power_limit_w": _scaled(device.read("nvmlDeviceGetEnforcedPowerLimit"), 1e-3),
+        "memory_clock_mhz": device.read("nvmlDeviceGetClockInfo", _CLOCK_MEMORY),
+        "ecc_corrected": device.read("nvmlDeviceGetTotalEccErrors", _CORRECTED, _SINCE_LOADED),
+        "ecc_uncorrected": device.read("nvmlDeviceGetTotalEccErrors", _UNCORRECTED, _SINCE_LOADED),
+        "ecc_uncorrected_lifetime": device.read("nvmlDeviceGetTotalEccErrors", _UNCORRECTED, _LIFETIME),
+        "sram_threshold_exceeded": device.sram_threshold_exceeded(),
+        "retired_pages": device.retired_pages(),
+        "pcie_replays": device.read("nvmlDeviceGetPcieReplayCounter"),
+        "pcie_generation": device.read("nvmlDeviceGetCurrPcieLinkGeneration"),
+        "pcie_generation_max": _lesser_limit(generation_max, limit.generation),
+        "pcie_width": device.read("nvmlDeviceGetCurrPcieLinkWidth"),
+        "pcie_width_max": _lesser_limit(width_max, limit.width),
         "processes": None if processes is None else len(processes),
     }
+
+
+def _link_values(links: tuple[LinkSample, ...]) -> dict[str, Any]:
+    """Return the values of a GPU's links together."""
+    seen_up = [link for link in links if link.was_up]
+    down = tuple(link.link for link in seen_up if link.up is False)
+    return {
+        "links": links,
+        "nvlinks": len(seen_up) or None,
+        "nvlinks_down": len(down) if seen_up else None,
+        "nvlinks_down_at": down,
+        "nvlink_errors": total(link.errors for link in links),
+        "nvlink_recovery_failures": total(link.recovery_failures for link in links),
+        "nvlink_far_ends": _far_ends(links),
+    }
+
+
+def _far_ends(links: tuple[LinkSample, ...]) -> tuple[str, ...]:
+    by_link = {link.link: link.far_end for link in links}
+    return tuple(by_link.get(link, "") for link in range(max(by_link, default=-1) + 1))
 
 
 def _lesser_limit(offered: int | None, limit: int | None) -> int | None:

@@ -7,6 +7,7 @@ here. The process judges nothing, so it may be killed at any time.
 from __future__ import annotations
 
 import mmap
+import os
 import signal
 import socket
 import sys
@@ -22,17 +23,20 @@ if "ctypes.util" not in sys.modules:
     sys.modules["ctypes.util"] = ModuleType("ctypes.util")
     sys.modules["ctypes.util"].find_library = lambda name: None  # type: ignore[attr-defined]
 
-from everstep.parent_process import die_with_parent
+from everstep.host.parent_process import die_with_parent
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.framing import FrameDecoder, encode_frame
 from everstep_agent.drivers import sysfs
-from everstep_agent.sensors.gpu import NO_PCIE_LIMIT, GpuSensor
+from everstep_agent.drivers.pci_gpus import PciGpu, pci_gpus
+from everstep_agent.sensors.gpu import GpuSensor
+from everstep_agent.sensors.gpu_watch import GpuWatch
 from everstep_agent.sensors.host import HostSensor, NetworkSensor, PathSensor
 from everstep_agent.sensors.sensor_messages import ACTIVITY_BYTES, PollResult, SensorConfig
 from everstep_agent.virtual.scenario import VirtualMachine
 
+DEV = Path("/dev")
 PCI_EVERY = 60
-"""Polls between counts of the GPUs on the PCI bus: hundreds of files, which change when a person opens the case."""
+"""Polls between looks at the PCI bus, which has hundreds of files."""
 
 CONTROL_CHECK_S = 0.1
 """Seconds between checks of a virtual machine's control file between polls."""
@@ -44,17 +48,21 @@ class NodeSensors:
     def __init__(self, config: SensorConfig, activity_page: mmap.mmap) -> None:
         self._activity_page = activity_page
         self._interval_s = config.interval_s
-        self._gpu = GpuSensor(config.slow_every, self._set_activity, self._slot)
+        self._gpu = GpuSensor(config.slow_every, lambda activity: None, self._slot, self._read_bus)
+        self._watch = GpuWatch(self._gpu, SYSTEM_CLOCK, config.hang_timeout_s, config.start_timeout_s)
         self._machine: VirtualMachine | None = None
+        self._sysfs, self._proc = Path(config.sysfs_root), Path(config.proc_root)
         if config.scenario is not None:
-            from everstep_agent.virtual import virtual_nvml  # a real node never needs it
+            from everstep_agent.virtual import machine_tree, virtual_nvml  # a real node never needs them
 
             self._machine = VirtualMachine(config.scenario, config.control_file, config.is_resumed)
             virtual_nvml.install(self._machine, SYSTEM_CLOCK)
-        self._sysfs, self._proc = Path(config.sysfs_root), Path(config.proc_root)
+            self._tree = machine_tree.MachineTree(Path(config.machine_folder))
+            self._tree.update(self._machine)
+            self._sysfs, self._proc = self._tree.sys, self._tree.proc
         self._polls = 0
-        self._pci_gpu_count: int | None = None
-        self._network = NetworkSensor(self._sysfs)
+        self._hold_file = config.hold_file
+        self._network = NetworkSensor(self._sysfs, self._proc)
         self._host = HostSensor(self._proc)
         self._host_id = sysfs.host_identity(self._sysfs, self._proc)
         self._paths = PathSensor(config.disk_paths, self._proc, SYSTEM_CLOCK)
@@ -69,14 +77,27 @@ class NodeSensors:
 
     def poll(self) -> PollResult:
         started_at = time.perf_counter()
-        gpus = self._gpu.poll()
-        around = self._poll_real_machine() if self._machine is None else self._poll_virtual_machine(self._machine)
+        self._set_activity("gpus")
+        held_s = self._held_s()
+        gpus = self._watch.poll() if held_s is None else self._watch.let_go()
+        self._polls += 1
+        if self._polls % PCI_EVERY == 0:
+            self._gpu.check_bus()
+        on_bus = self._gpu.bus
+        around = self._poll_machine()
         return msgspec.structs.replace(
             around,
             driver_version=self._gpu.driver_version,
-            known_gpus=tuple(self._gpu.known_gpus.values()),
+            known_gpus=self._watch.known_gpus,
             gpus=gpus,
+            nvml_held_s=held_s,
+            nvml_busy_with=self._watch.busy_with,
+            nvml_hung_s=self._watch.hung_s,
+            pci_gpu_count=None if on_bus is None else sum(gpu.is_usable for gpu in on_bus),
+            pci_gpus_unbound=sum(not gpu.driver for gpu in on_bus or ()),
+            pci_gpus_hidden=sum(not gpu.is_visible for gpu in on_bus or ()),
             nvml_error=self._gpu.error,
+            nvml_error_code=self._gpu.error_code,
             poll_s=time.perf_counter() - started_at,
         )
 
@@ -87,51 +108,50 @@ class NodeSensors:
             return None
         if self._machine is not None:
             remaining_s = min(remaining_s, CONTROL_CHECK_S)
-        events = self._gpu.wait_xid_events(remaining_s)
+        events = None if self._held_s() is not None else self._watch.wait_xid_events(remaining_s)
         if events is None:
             time.sleep(remaining_s)
         return PollResult(is_full=False, xids=tuple(events)) if events else None
 
-    def _poll_real_machine(self) -> PollResult:
-        """Poll everything but the GPUs on this machine."""
+    def _poll_machine(self) -> PollResult:
+        """Poll everything but the GPUs."""
+        boot_id, faults = "", []
+        if self._machine is not None:
+            self._tree.update(self._machine)
+            faults = [("virtual machine", self._machine.error)] if self._machine.error else []
         self._set_activity("network ports")
         ports = self._network.poll()
         self._set_activity("host")
-        boot_id, faults = "", []
         try:
             boot_id = sysfs.boot_id(self._proc)
         except OSError as error:
-            faults = [("boot id", str(error))]
-        if self._polls % PCI_EVERY == 0:
-            self._pci_gpu_count = sysfs.count_nvidia_gpus_on_pci(self._sysfs)
-        self._polls += 1
+            faults.append(("boot id", str(error)))
         return PollResult(
             is_full=True,
             boot_id=boot_id,
             ports=ports,
-            paths=self._paths.poll(),
+            paths=self._paths.poll() if self._machine is None else self._machine.path_samples(),
             host=self._host.poll(),
             host_identity=self._host_id,
-            pci_gpu_count=self._pci_gpu_count,
             sensor_errors=tuple(faults),
         )
 
-    def _slot(self, bus_id: str) -> sysfs.PcieLimit:
-        """Return the limit of the PCIe slot at the address. Virtual GPUs have none."""
-        return NO_PCIE_LIMIT if self._machine is not None else sysfs.pcie_limit(self._sysfs, bus_id)
+    def _held_s(self) -> float | None:
+        """Return for how long NVML has to stay closed by order, or None if it has not."""
+        if not self._hold_file:
+            return None
+        try:
+            return max(0.0, SYSTEM_CLOCK.wall() - os.stat(self._hold_file).st_mtime)
+        except OSError:
+            return None
 
-    def _poll_virtual_machine(self, machine: VirtualMachine) -> PollResult:
-        """Poll everything but the GPUs of the virtual machine."""
-        return PollResult(
-            is_full=True,
-            boot_id=machine.boot_id,
-            ports=machine.port_samples(),
-            paths=machine.path_samples(),
-            host=machine.host_sample(),
-            host_identity=machine.host_identity(),
-            pci_gpu_count=len(machine.gpus),
-            sensor_errors=(("virtual machine", machine.error),) if machine.error else (),
-        )
+    def _read_bus(self) -> tuple[PciGpu, ...] | None:
+        machine = self._machine
+        return pci_gpus(self._sysfs, self._proc, DEV) if machine is None else machine.pci_gpus()
+
+    def _slot(self, bus_id: str) -> sysfs.PcieLimit:
+        """Return the limit of the PCIe slot at the address."""
+        return sysfs.pcie_limit(self._sysfs, bus_id)
 
     def _set_activity(self, activity: str) -> None:
         self._activity_page[:ACTIVITY_BYTES] = activity.encode()[:ACTIVITY_BYTES].ljust(ACTIVITY_BYTES, b"\0")

@@ -6,7 +6,7 @@ import msgspec
 
 from everstep.vocabulary import Finding
 from everstep.wire.v1.agent import UNKNOWN_HOST, Gpu, Host
-from everstep_agent.sensors.samples import GpuSample, HostSample, PathSample, PortSample, Sample, XidEvent
+from everstep_agent.drivers.samples import GpuSample, HostSample, PathSample, PortSample, Sample, XidEvent
 from everstep_agent.virtual.scenario import Scenario
 
 # Messages between the sensor process and its supervisor: one ``SensorConfig``, then one ``PollResult`` after another.
@@ -26,6 +26,10 @@ class SensorConfig(Sample, frozen=True, kw_only=True):
     disk_paths: tuple[str, ...]
     scenario: Scenario | None  # the virtual machine to simulate, or None for the real one
     control_file: str
+    hang_timeout_s: float = 5.0  # seconds from which on a call of a GPU hangs
+    start_timeout_s: float = 60.0  # seconds that opening NVML may take
+    hold_file: str = ""  # while this file exists, NVML stays closed; empty for none
+    machine_folder: str = ""  # where the virtual machine keeps its /sys and /proc files
     is_resumed: bool = False  # whether an earlier child of this supervisor has polled before
 
 
@@ -43,8 +47,14 @@ class PollResult(Sample, frozen=True, kw_only=True):
     host_identity: Host = UNKNOWN_HOST
     xids: tuple[XidEvent, ...] = ()
     kernel_lines: tuple[str, ...] = ()
-    pci_gpu_count: int | None = None  # number of NVIDIA display controllers on the PCI bus
+    pci_gpu_count: int | None = None  # number of GPUs on the PCI bus that NVML should list to this process
+    pci_gpus_unbound: int = 0  # number of GPUs there without a kernel driver
+    pci_gpus_hidden: int = 0  # number of GPUs there that this process may not see
+    nvml_busy_with: str = ""  # the work on NVML as a whole that has not ended, such as its initialization
+    nvml_hung_s: float = 0.0  # seconds that this work takes longer than it may
+    nvml_held_s: float | None = None  # seconds since a person or a program ordered NVML to be let go
     nvml_error: str = ""  # the reason no GPU could be read
+    nvml_error_code: int = 0  # the error of opening NVML
     sensor_errors: tuple[tuple[str, str], ...] = ()  # (sensor, reason) for each sensor that failed as a whole
     poll_s: float = 0.0
 
@@ -61,4 +71,5 @@ class SensorReport(msgspec.Struct, frozen=True, kw_only=True):
     polled_at: float = 0.0  # wall time of the newest poll; 0 before the first
     findings: tuple[Finding, ...] = ()
     xid_counts: dict[tuple[str, int], int] = {}
+    line_counts: dict[str, int] = {}  # lines of the kernel log by rule, since the agent started
     sensor_restarts: int = 0  # number of times the sensor process has ended

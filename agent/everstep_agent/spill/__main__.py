@@ -13,9 +13,9 @@ import sys
 import msgspec
 
 from everstep.errors import DECODE_ERRORS, EverstepError, MalformedMessage, Unavailable
+from everstep.host.parent_process import die_with_parent
 from everstep.layout.object_storage import storage_errors
 from everstep.layout.stored_checkpoints import folder_name
-from everstep.parent_process import die_with_parent
 from everstep.wire.v1.local import RequestFailed, Spilled
 from everstep_agent.spill.order import MAX_ORDER_BYTES, SpillOrder
 from everstep_agent.spill.target import open_target

@@ -14,7 +14,7 @@ import msgspec
 
 from everstep.errors import DECODE_ERRORS, MalformedMessage
 from everstep.layout.manifests import Box, Extent
-from everstep_agent.spill.torch_format import Call, DictItems, Global, Instance, RawTensor, dumps
+from everstep_agent.spill.torch_format import DictItems, Global, Instance, PickledCall, RawTensor, dumps
 
 METADATA_VERSION = "1.0.0"  # CURRENT_DCP_VERSION of torch 2.13
 
@@ -31,7 +31,7 @@ class ArchiveLocation(msgspec.Struct, frozen=True, array_like=True):
     length: int
 
 
-class Chunk(msgspec.Struct, frozen=True, array_like=True):
+class TensorChunk(msgspec.Struct, frozen=True, array_like=True):
     """A box of a tensor, and the archive that holds it."""
 
     box: Box
@@ -44,7 +44,7 @@ class TensorEntry(msgspec.Struct, frozen=True, array_like=True):
     path: KeyPath
     dtype: str
     shape: Extent
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[TensorChunk, ...]
 
 
 class ObjectEntry(msgspec.Struct, frozen=True, array_like=True):
@@ -83,16 +83,16 @@ def _tensor(entry: TensorEntry) -> Instance:
     kind = Global(_MODULE, "ChunkStorageMetadata")
     chunks = [Instance(kind, {"offsets": _size(c.box.offset), "sizes": _size(c.box.size)}) for c in entry.chunks]
     # arguments of TensorProperties.__setstate__: dtype, layout, requires_grad, memory format, pinned
-    layout = Call(Global("torch.serialization", "_get_layout"), ("torch.strided",))
-    contiguous = Call(Global(_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
+    layout = PickledCall(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+    contiguous = PickledCall(Global(_MODULE, "_MEM_FORMAT_ENCODING"), (0,))
     arguments = (Global("torch", entry.dtype), layout, False, contiguous, False)
     properties = Instance(Global(_MODULE, "TensorProperties"), arguments)
     state = {"properties": properties, "size": _size(entry.shape), "chunks": chunks}
     return Instance(Global(_MODULE, "TensorStorageMetadata"), state)
 
 
-def _size(extent: Extent) -> Call:
-    return Call(_SIZE, (tuple(extent),))
+def _size(extent: Extent) -> PickledCall:
+    return PickledCall(_SIZE, (tuple(extent),))
 
 
 def _index(key: str, offset: Extent | None) -> Instance:
@@ -131,28 +131,28 @@ def _unpack(code: int, data: memoryview) -> Any:
     return _KINDS[code](value)
 
 
-def _array(value: list[Any]) -> Call:
+def _array(value: list[Any]) -> PickledCall:
     """Copy the array in the reader, because numpy.ndarray over bytes cannot be written to."""
     dtype, shape, data = value
-    view = Call(Global("numpy", "ndarray"), (tuple(shape), dtype, data))
-    return Call(Global("numpy", "array"), (view,))
+    view = PickledCall(Global("numpy", "ndarray"), (tuple(shape), dtype, data))
+    return PickledCall(Global("numpy", "array"), (view,))
 
 
 _KINDS: dict[int, Any] = {
     1: tuple,
     2: set,
-    3: lambda items: Call(Global("builtins", "frozenset"), (items,)),
+    3: lambda items: PickledCall(Global("builtins", "frozenset"), (items,)),
     4: lambda digits: int(digits, 16),
     5: lambda value: RawTensor(value[0], tuple(value[1]), value[2]),
     6: _array,
-    7: lambda value: Call(Global("operator", "getitem"), (_array(value), ())),
+    7: lambda value: PickledCall(Global("operator", "getitem"), (_array(value), ())),
     8: lambda name: Global("torch", name),
-    9: lambda name: Call(Global("torch", "device"), (name,)),
+    9: lambda name: PickledCall(Global("torch", "device"), (name,)),
     10: lambda parts: complex(*parts),
     11: dict,
     12: dict,  # collections.Counter, and below OrderedDict: torch.distributed.checkpoint opens all of these
     13: dict,
-    14: lambda sizes: Call(Global("torch", "Size"), (sizes,)),
+    14: lambda sizes: PickledCall(Global("torch", "Size"), (sizes,)),
 }
 
 

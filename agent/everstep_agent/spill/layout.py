@@ -27,9 +27,9 @@ from everstep.layout.manifests import (
 )
 from everstep_agent.spill.dcp_metadata import (
     ArchiveLocation,
-    Chunk,
     KeyPath,
     ObjectEntry,
+    TensorChunk,
     TensorEntry,
     flat_key,
     flatten,
@@ -237,7 +237,7 @@ class FilePlan:
         location = self._place(len(data))
         self.pieces.append(LiteralBytes(data))
         if isinstance(value, RawTensor):
-            chunk = Chunk(full_box(value.shape), location)
+            chunk = TensorChunk(full_box(value.shape), location)
             self.tensors.append(TensorEntry(path, value.dtype, value.shape, (chunk,)))
         else:
             self.objects.append(ObjectEntry(path, location))
@@ -256,7 +256,7 @@ class FilePlan:
     ) -> None:
         """Add a box whose bytes are in the slot, under each of the paths."""
         archive = TensorArchive(dtype, itemsize, box.size)
-        chunk = Chunk(box, self._place(archive.length))
+        chunk = TensorChunk(box, self._place(archive.length))
         self.pieces.append(SlotArchive(archive, ranges))
         self.tensors += [TensorEntry(path, dtype, shape, (chunk,)) for path in paths]
 

@@ -37,7 +37,7 @@ class Global(msgspec.Struct, frozen=True):
     name: str
 
 
-class Call(msgspec.Struct, frozen=True):
+class PickledCall(msgspec.Struct, frozen=True):
     """A call ``function(*arguments)`` made by the reader."""
 
     function: Global
@@ -101,14 +101,14 @@ class _PickleWriter:
         self.out += pickle.BINFLOAT + struct.pack(">d", value)
 
     def _complex(self, value: complex) -> None:
-        self._call(Call(Global("builtins", "complex"), (value.real, value.imag)))
+        self._call(PickledCall(Global("builtins", "complex"), (value.real, value.imag)))
 
     def _str(self, value: str) -> None:
         raw = value.encode("utf-8", "surrogatepass")
         self.out += pickle.BINUNICODE + struct.pack("<I", len(raw)) + raw
 
     def _bytes(self, value: bytes) -> None:
-        self._call(Call(Global("_codecs", "encode"), (value.decode("latin-1"), "latin1")))
+        self._call(PickledCall(Global("_codecs", "encode"), (value.decode("latin-1"), "latin1")))
 
     def _tuple(self, value: tuple[Any, ...]) -> None:
         if len(value) >= len(_SMALL_TUPLES):
@@ -138,7 +138,7 @@ class _PickleWriter:
             self.out += pickle.SETITEMS
 
     def _set(self, value: set[Any]) -> None:
-        self._call(Call(Global("builtins", "set"), (sorted(value, key=lambda v: (type(v).__name__, repr(v))),)))
+        self._call(PickledCall(Global("builtins", "set"), (sorted(value, key=lambda v: (type(v).__name__, repr(v))),)))
 
     def _global(self, value: Global) -> None:
         if value in self._memo:
@@ -151,7 +151,7 @@ class _PickleWriter:
             self.out += pickle.BINPUT + struct.pack("<B", len(self._memo))
             self._memo[value] = len(self._memo)
 
-    def _call(self, value: Call) -> None:
+    def _call(self, value: PickledCall) -> None:
         self._global(value.function)
         self._tuple(value.arguments)
         self.out += pickle.REDUCE
@@ -180,7 +180,7 @@ _PICKLE_WRITERS: dict[type, Any] = {
     dict: _PickleWriter._dict,
     set: _PickleWriter._set,
     Global: _PickleWriter._global,
-    Call: _PickleWriter._call,
+    PickledCall: _PickleWriter._call,
     Instance: _PickleWriter._instance,
     PersistentId: _PickleWriter._persistent,
     DictItems: _PickleWriter._pairs,
@@ -267,17 +267,17 @@ def _with_storages(value: Any, found: list[RawTensor]) -> Any:
     return value
 
 
-def _tensor(dtype: str, shape: Extent, nbytes: int, key: str) -> Call:
+def _tensor(dtype: str, shape: Extent, nbytes: int, key: str) -> PickledCall:
     if not _DTYPE.fullmatch(dtype):
         raise MalformedMessage(f"{dtype!r} is not the name of a dtype")
     typed = _STORAGE_TYPES.get(dtype)
     kind = Global("torch", typed) if typed else Global("torch.storage", "UntypedStorage")
     storage = PersistentId(("storage", kind, key, "cpu", math.prod(shape) if typed else nbytes))
-    hooks = Call(Global("collections", "OrderedDict"))
+    hooks = PickledCall(Global("collections", "OrderedDict"))
     arguments = (storage, 0, tuple(shape), row_major(shape), False, hooks)
     if typed:
-        return Call(Global("torch._utils", "_rebuild_tensor_v2"), arguments)
-    return Call(Global("torch._utils", "_rebuild_tensor_v3"), (*arguments, Global("torch", dtype)))
+        return PickledCall(Global("torch._utils", "_rebuild_tensor_v2"), arguments)
+    return PickledCall(Global("torch._utils", "_rebuild_tensor_v3"), (*arguments, Global("torch", dtype)))
 
 
 def row_major(shape: Sequence[int]) -> Extent:

@@ -19,7 +19,8 @@ from everstep.errors import DECODE_ERRORS, DigestMismatch, MalformedMessage, Not
 from everstep.ids import Version
 from everstep.layout.digests import DIGESTS_FILE, ArchiveDigest, RangeHasher, StoredDigests, encode_digests
 from everstep.layout.manifests import BLOB_LENGTH_BYTES, Manifest, Range, decode_manifest
-from everstep.layout.slots import CHUNK_BYTES, SegmentView, SlotState
+from everstep.layout.slot_header import SlotState
+from everstep.layout.slots import CHUNK_BYTES, SegmentView
 from everstep.layout.stored_checkpoints import METADATA_FILE, folder_name, parse_folder_name
 from everstep.native import DIGEST_BYTES
 from everstep_agent.spill.dcp_metadata import STATE_FORMAT, ObjectEntry, TensorEntry, decode_state, encode_metadata
@@ -118,7 +119,7 @@ def select_removable(
             beyond that step stays.
     """
     if earlier is not None:
-        beyond = [one.version for one in stored if one.version.generation <= earlier.generation]
+        beyond = [checkpoint.version for checkpoint in stored if checkpoint.version.generation <= earlier.generation]
         protected = {*protected, *(version for version in beyond if version.step > earlier.step)}
     complete = sorted((s.completed_at, s.version) for s in stored if s.completed_at is not None)
     if not complete:
@@ -226,7 +227,11 @@ def prune(
     for version in removed:
         root.remove(f"{folder_name(version)}/{METADATA_FILE}")  # first, so that a half-removed folder is no checkpoint
         root.remove(folder_name(version))
-    return removed, [one.version for one in stored if one.completed_at is not None and one.version not in removed]
+    return removed, [
+        checkpoint.version
+        for checkpoint in stored
+        if checkpoint.completed_at is not None and checkpoint.version not in removed
+    ]
 
 
 def _file_bytes(plan: FilePlan, slot: SpillSlotReader) -> Iterator[bytes | memoryview]:

@@ -34,7 +34,7 @@ class AnswerTimeout(Unavailable):
     """A controller accepted a connection, or did not even refuse it, and then sent nothing in time."""
 
 
-class _Problem(msgspec.Struct):
+class _ErrorBody(msgspec.Struct):
     """RFC 9457 problem details with our ``code``."""
 
     code: str = ""
@@ -50,9 +50,9 @@ def error_from_response(status: int, body: bytes, retry_after: str, url: str) ->
     """Return the error for an HTTP answer; a foreign answer is classified by its status. ``retry_after``: the header of
     that name, as received; a date counts as none."""
     try:
-        problem = msgspec.json.decode(body, type=_Problem)
+        problem = msgspec.json.decode(body, type=_ErrorBody)
     except DECODE_ERRORS:
-        problem = _Problem()
+        problem = _ErrorBody()
     reason = problem.detail[:MAX_MESSAGE_LENGTH] or _PHRASES.get(status, "no reason given")
     message = f"{url}: {reason} ({status})"
     after_s = problem.retry_after_s

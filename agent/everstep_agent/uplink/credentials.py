@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 from everstep.bearer_tokens import hash_secret, stored_token
 from everstep.clock import Backoff, Clock
 from everstep.errors import ConfigurationError, EverstepError, Unavailable
-from everstep.private_files import write_private
+from everstep.host.private_files import write_private
 from everstep.wire.v1.enrolment import Enrolled
 from everstep_agent.config import AgentSettings, read_token, tls_context
 

@@ -53,7 +53,7 @@ class _AcknowledgedThrough(msgspec.Struct, frozen=True, tag=True, array_like=Tru
     through: int
 
 
-class _Entry(msgspec.Struct):
+class _QueuedReport(msgspec.Struct):
     report: NumberedReport
     size: int
     due: float
@@ -75,7 +75,7 @@ class Spool:
     """
 
     def __init__(self, file: Path | None, *, max_reports: int, max_bytes: int, batch_window_s: float) -> None:
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _QueuedReport] = {}
         self._seals: dict[tuple[str, int, int, Version], int] = {}
         self.size_bytes = 0
         """Bytes of unacknowledged reports, as MessagePack."""
@@ -112,7 +112,7 @@ class Spool:
         self._last += 1
         self.newest_urgent_number = self._last if urgent else self.newest_urgent_number
         frame = encode_frame(_SpooledReport(self._last, report))
-        self._entries[self._last] = _Entry(NumberedReport(number=self._last, body=report), len(frame), due)
+        self._entries[self._last] = _QueuedReport(NumberedReport(number=self._last, body=report), len(frame), due)
         self.size_bytes += len(frame)
         if not isinstance(report, _SUPERSEDED):
             self._append(frame)

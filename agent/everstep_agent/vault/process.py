@@ -19,9 +19,9 @@ from pathlib import Path
 import msgspec
 
 from everstep.errors import EverstepError, Unavailable
+from everstep.host.parent_process import die_with_parent
+from everstep.host.private_files import private_directory
 from everstep.layout.vault_status import LOCK_FILE, VaultStatusFile, write_status
-from everstep.parent_process import die_with_parent
-from everstep.private_files import private_directory
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep_agent.lifecycle import acquire_lock, log_to_stderr, write_atomically
 from everstep_agent.vault.memory.adoption import SegmentAdoption

@@ -19,7 +19,8 @@ import xxhash
 from everstep.clock import Clock
 from everstep.errors import Conflict, DigestMismatch, EverstepError, MalformedMessage, NotFound
 from everstep.layout.manifests import Box, decode_manifest
-from everstep.layout.slots import CHUNK_BYTES, SlotHeader, SlotRecordPair, chunk_count
+from everstep.layout.slot_header import SlotHeader, SlotRecordPair
+from everstep.layout.slots import CHUNK_BYTES, chunk_count
 from everstep.wire.framing import VaultChannel
 from everstep.wire.v1.vault_reports import ParityGroup
 from everstep_agent.vault.job_table import JobTable

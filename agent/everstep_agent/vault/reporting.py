@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from everstep.clock import Clock
 from everstep.ids import Version
-from everstep.layout.slots import SlotHeader
+from everstep.layout.slot_header import SlotHeader
 from everstep.vocabulary import Finding, FindingKind, Mode, Severity
 from everstep.wire.v1.training import FindingRaised
 from everstep_agent.vault.memory.segments import DamageReport, SegmentFile

@@ -17,7 +17,9 @@ import msgspec
 
 from everstep.clock import Clock
 from everstep.errors import AuthenticationError, EverstepError, MalformedMessage, OutOfSlotMemory, Unavailable
-from everstep.layout.slots import PAGE_BYTES, SLOTS_PER_RANK, SlotState, segment_bytes
+from everstep.layout.segment_header import PAGE_BYTES, segment_bytes
+from everstep.layout.slot_header import SlotState
+from everstep.layout.slots import SLOTS_PER_RANK
 from everstep.wire.framing import FrameDecoder, VaultChannel, encode_frame
 from everstep.wire.v1 import local
 from everstep.wire.v1.training import PeerConnectionLost

@@ -11,12 +11,10 @@ from msgspec import Meta
 
 from everstep.errors import ConfigurationError
 from everstep.ids import NodeId
+from everstep.wire.v1.transfer import MIN_SEND_BYTES_PER_S
 
 MAX_SOCKET_PATH_BYTES = 107
 """Maximum length in bytes of a unix socket's path on Linux (``sun_path`` less its terminating zero)."""
-
-MIN_SEND_BYTES_PER_S = 4 << 20
-"""A slower sender looks dead to its peer, which then ends the transfer."""
 
 Positive = Annotated[float, Meta(gt=0)]
 

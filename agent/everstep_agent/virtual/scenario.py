@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -11,8 +12,9 @@ import xxhash
 
 from everstep.errors import ConfigurationError
 from everstep.settings import explain_error, load_toml
-from everstep.wire.v1.agent import HardwareText, Host
-from everstep_agent.sensors.samples import HostSample, PathSample, PortSample
+from everstep.wire.v1.agent import HardwareText
+from everstep_agent.drivers.pci_gpus import NVIDIA_DRIVER, PciGpu
+from everstep_agent.drivers.samples import PathSample
 
 # Scenario: the initial state of a virtual machine, and the changes a control file may make.
 
@@ -20,11 +22,33 @@ DGX_BUS_IDS = ("1b:00", "43:00", "52:00", "61:00", "9d:00", "c3:00", "d1:00", "d
 """PCI bus addresses of the eight GPUs of a DGX H100."""
 
 S = TypeVar("S", bound=msgspec.Struct)
-Fraction = Annotated[float, msgspec.Meta(ge=0.0, le=1.0)]
+Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
 class StrictScenarioStruct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """Base class that rejects unknown keys."""
+
+
+class VirtualCall(StrictScenarioStruct, frozen=True, kw_only=True):
+    """How one call of a GPU misbehaves."""
+
+    error: int = 0  # the NVML error code that it returns
+    delay_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # seconds before it answers
+    hang: bool = False  # it blocks until this is reset
+
+
+class VirtualLink(StrictScenarioStruct, frozen=True, kw_only=True):
+    """What one NVLink counts. Bit error rates are pairs of a factor and an exponent of ten, such as [3, -15]."""
+
+    up: bool = True
+    errors: int = 0
+    recoveries: int = 0
+    recovery_failures: int = 0
+    discards: int = 0
+    symbol_errors: int = 0
+    raw_errors: int = 0
+    ber: tuple[int, int] = (1, -20)
+    repaired_symbols: Annotated[int, msgspec.Meta(ge=0, le=15)] = 0
 
 
 class VirtualGpu(StrictScenarioStruct, frozen=True, kw_only=True):
@@ -41,7 +65,10 @@ class VirtualGpu(StrictScenarioStruct, frozen=True, kw_only=True):
 
     hang: bool = False  # every call blocks until this is reset
     lost: bool = False  # every call reports a lost GPU
-    missing: bool = False  # the GPU is no longer listed
+    missing: bool = False  # the GPU has left the PCI bus
+    driver: str = "nvidia"  # kernel driver that is bound to it; NVML lists only GPUs of "nvidia"
+    hidden: bool = False  # the agent's container was not given this GPU
+    calls: dict[str, VirtualCall] = {}  # by C function ("nvmlDeviceGetUUID"), or "field 230", or "field 161 link 3"
     error: int = 0  # the NVML error code that every call returns
     frozen: bool = False  # the energy counter stands still
     xid: int | None = None  # the XID to raise, in the kernel log and as an NVML event, when this value changes
@@ -77,8 +104,10 @@ class VirtualGpu(StrictScenarioStruct, frozen=True, kw_only=True):
     pcie_width_max: int = 16
     nvlinks: int = 18
     nvlinks_down: int = 0
-    nvlink_errors: int = 0
-    nvlink_recovery_failures: int = 0
+    nvlink_version: int = 4  # 5: Blackwell, which has other counters
+    nvlink_errors: int = 0  # of link 0
+    nvlink_recovery_failures: int = 0  # of link 0
+    links: dict[str, VirtualLink] = {}  # what single links count, by number
     processes: int = 0
 
 
@@ -90,8 +119,17 @@ class VirtualPort(StrictScenarioStruct, frozen=True, kw_only=True):
     pci_bus_id: str = ""
     board: str = "MT_0000000838"
     firmware: str = "28.39.1002"
+    driver: str = "mlx5_core"
+    usb: bool = False  # on USB instead of PCI, as the management controller's
+    virtual_function: bool = False  # an SR-IOV function
+    default_route: bool = False
+    enabled: bool = True  # whether the administrator wants it up
     up: bool = True
+    phys_state: str = ""  # of InfiniBand; default: LinkUp, Polling or Disabled, by the two before
+    moved: bool = False  # in a container; the device stays
+    missing: bool = False  # the device has left the bus
     rate_gbps: float = 400.0
+    width: int = 4  # lanes of an InfiniBand link
     errors: int = 0
     link_downs: int = 0
 
@@ -200,8 +238,8 @@ def _with_identity(gpu: VirtualGpu, index: int, node: str) -> VirtualGpu:
 
 
 MAX_CONTROL_BYTES = 1 << 20
-PORT_IDENTITY_FIELDS = ("address", "pci_bus_id", "board", "firmware")
-"""Fields that identify a port, in the order of the real driver's output."""
+DRIVER_NOT_LOADED = 9
+"""NVML_ERROR_DRIVER_NOT_LOADED of nvml.h; the agent imports this module without NVML."""
 
 
 class VirtualMachine:
@@ -211,6 +249,7 @@ class VirtualMachine:
         """If ``is_resumed``, another process has already emitted the control file's events."""
         self._scenario = scenario
         self._control_path = control_path
+        self._lock = threading.RLock()
         self._skip_first_events = is_resumed
         self._stamp: tuple[int, int, int] | None = None
         self._emitted_lines = 0
@@ -223,11 +262,14 @@ class VirtualMachine:
         self.gpus: list[VirtualGpu] = list(scenario.gpu)
         self.host: VirtualHost = scenario.host
         self.ports: dict[str, VirtualPort] = dict(scenario.port)
-        self._ports_seen_up = {name for name, port in self.ports.items() if port.up}
         self._emit_xids([VirtualGpu()] * len(self.gpus))
 
     def reload_control(self) -> bool:
-        """Apply a changed control file. Returns whether there was one."""
+        """Apply a changed control file. Returns whether there was one. Any thread may call this."""
+        with self._lock:
+            return self._reload_control()
+
+    def _reload_control(self) -> bool:
         try:
             status = os.stat(self._control_path)
         except FileNotFoundError:
@@ -247,31 +289,23 @@ class VirtualMachine:
 
     def take_events(self) -> list[tuple[int, int]]:
         """Return the (GPU index, XID) pairs due since the last call."""
-        events, self._events = self._events, []
+        with self._lock:
+            events, self._events = self._events, []
         return events
 
     def take_lines(self) -> list[str]:
         """Return the kernel lines due since the last call."""
-        lines, self._lines = self._lines, []
+        with self._lock:
+            lines, self._lines = self._lines, []
         return lines
 
-    def host_sample(self) -> HostSample:
-        return _shared_fields(HostSample, self.host)
-
-    def host_identity(self) -> Host:
-        return _shared_fields(Host, self.host)
-
-    def port_samples(self) -> tuple[PortSample, ...]:
-        self._ports_seen_up |= {name for name, port in self.ports.items() if port.up}
+    def pci_gpus(self) -> tuple[PciGpu, ...]:
+        """Return the GPUs on the PCI bus. A driver that is not loaded is bound to none."""
+        unloaded = self.nvml_error == DRIVER_NOT_LOADED
         return tuple(
-            _shared_fields(
-                PortSample,
-                port,
-                name=name,
-                was_up=name in self._ports_seen_up,
-                identity={name: text for name in PORT_IDENTITY_FIELDS if (text := getattr(port, name))},
-            )
-            for name, port in self.ports.items()
+            PciGpu(gpu.pci_bus_id, "" if unloaded and gpu.driver == NVIDIA_DRIVER else gpu.driver, not gpu.hidden)
+            for gpu in self.gpus
+            if not gpu.missing
         )
 
     def path_samples(self) -> tuple[PathSample, ...]:

@@ -12,10 +12,12 @@ from ctypes import c_void_p, cast
 from functools import partial
 from typing import Any
 
+import msgspec
 import pynvml
 
 from everstep.clock import Clock
-from everstep_agent.virtual.scenario import VirtualGpu, VirtualMachine
+from everstep_agent.drivers.pci_gpus import NVIDIA_DRIVER
+from everstep_agent.virtual.scenario import VirtualCall, VirtualGpu, VirtualLink, VirtualMachine
 
 OK: int = pynvml.NVML_SUCCESS
 INVALID_ARGUMENT: int = pynvml.NVML_ERROR_INVALID_ARGUMENT
@@ -23,6 +25,11 @@ NOT_SUPPORTED: int = pynvml.NVML_ERROR_NOT_SUPPORTED
 INSUFFICIENT_SIZE: int = pynvml.NVML_ERROR_INSUFFICIENT_SIZE
 GPU_IS_LOST: int = pynvml.NVML_ERROR_GPU_IS_LOST
 TIMEOUT: int = pynvml.NVML_ERROR_TIMEOUT
+NOT_FOUND: int = pynvml.NVML_ERROR_NOT_FOUND
+GOOD_CALL = VirtualCall()
+_LOOKUPS = ("nvmlDeviceGetCount_v2", "nvmlDeviceGetHandleByIndex_v2", "nvmlDeviceGetHandleByPciBusId_v2")
+"""Calls whose first argument is no handle."""
+
 HANG_POLL_S = 0.05
 EVENT_POLL_S = 0.1
 ENERGY_W = 100.0
@@ -69,19 +76,46 @@ _STRUCTS: dict[str, Callable[[VirtualGpu], dict[str, Any]]] = {
 }
 """Calls of the form (handle, pointer to a struct), and the members of the struct."""
 
+_ENERGY_FIELD = 83
 _FIELDS: dict[int, Callable[[VirtualGpu], int | None]] = {
-    pynvml.NVML_FI_DEV_MEMORY_TEMP: lambda gpu: gpu.memory_temperature_c,
-    pynvml.NVML_FI_DEV_REMAPPED_COR: lambda gpu: gpu.remapped_corrected,
-    pynvml.NVML_FI_DEV_REMAPPED_UNC: lambda gpu: gpu.remapped_uncorrected,
-    pynvml.NVML_FI_DEV_REMAPPED_PENDING: lambda gpu: int(gpu.remap_pending),
-    pynvml.NVML_FI_DEV_REMAPPED_FAILURE: lambda gpu: int(gpu.remap_failure),
-    pynvml.NVML_FI_DEV_NVLINK_ERROR_DL_REPLAY: lambda gpu: gpu.nvlink_errors,
-    pynvml.NVML_FI_DEV_NVLINK_ERROR_DL_RECOVERY: lambda gpu: 0,
-    pynvml.NVML_FI_DEV_NVLINK_ERROR_DL_CRC: lambda gpu: 0,
-    pynvml.NVML_FI_DEV_PCIE_COUNT_FATAL_ERROR: lambda gpu: gpu.pcie_fatal_errors,
-    pynvml.NVML_FI_DEV_NVLINK_COUNT_LINK_RECOVERY_FAILED_EVENTS: lambda gpu: gpu.nvlink_recovery_failures,
-    pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION: lambda gpu: gpu.recovery_action,
+    82: lambda gpu: gpu.memory_temperature_c,
+    142: lambda gpu: gpu.remapped_corrected,
+    143: lambda gpu: gpu.remapped_uncorrected,
+    144: lambda gpu: int(gpu.remap_pending),
+    145: lambda gpu: int(gpu.remap_failure),
+    180: lambda gpu: gpu.pcie_fatal_errors,
+    230: lambda gpu: gpu.recovery_action,
 }
+"""By number of the field (nvml.h, NVML_FI_DEV_*)."""
+
+
+GOOD_LINK = VirtualLink()
+SWITCH_BUSES = ("05", "06", "07", "08")
+"""PCI buses of the NVSwitches at the far end of the links."""
+
+_BOTH, _HOPPER, _BLACKWELL = (4, 5), (4,), (5,)
+_LINK_FIELDS: dict[int, tuple[tuple[int, ...], Callable[[VirtualLink], int]]] = {
+    146: (_BOTH, lambda link: 9),
+    161: (_HOPPER, lambda link: link.errors),
+    162: (_HOPPER, lambda link: link.recoveries),
+    163: (_HOPPER, lambda link: 0),
+    **{field: (_BLACKWELL, lambda link: 0) for field in range(206, 211)},
+    211: (_BLACKWELL, lambda link: link.errors),
+    212: (_BLACKWELL, lambda link: link.discards),
+    213: (_BLACKWELL, lambda link: link.recoveries),
+    214: (_BOTH, lambda link: link.recovery_failures),
+    215: (_BLACKWELL, lambda link: link.recoveries + link.recovery_failures),
+    219: (_BLACKWELL, lambda link: 0),
+    221: (_BLACKWELL, lambda link: link.symbol_errors),
+    **{field: (_BLACKWELL, lambda link: _encoded_ber(link)) for field in (220, 222, 291, 292, 293)},
+    **{
+        235 + step: (_BLACKWELL, partial(lambda link, step: int(step <= link.repaired_symbols), step=step))
+        for step in range(16)
+    },
+    289: (_BLACKWELL, lambda link: link.raw_errors),
+    290: (_BLACKWELL, lambda link: 0),
+}
+"""Fields of one link by number: the NVLink versions that offer it, and its value."""
 
 
 class VirtualNvml:
@@ -98,6 +132,8 @@ class VirtualNvml:
             setattr(self, name, partial(self._fill_string, text))
         for name, members in _STRUCTS.items():
             setattr(self, name, partial(self._fill_struct, members))
+        for name in [name for name in dir(self) if name.startswith("nvmlDevice") and name not in _LOOKUPS]:
+            setattr(self, name, partial(self._run_call, name, getattr(self, name)))
 
     # Library
 
@@ -119,8 +155,14 @@ class VirtualNvml:
         listed = self._listed()
         if index.value >= len(listed):
             return INVALID_ARGUMENT
-        c_void_p.from_buffer(handle._obj).value = listed[index.value] + 1
-        return OK
+        return self._give_handle("nvmlDeviceGetHandleByIndex_v2", listed[index.value], handle)
+
+    def nvmlDeviceGetHandleByPciBusId_v2(self, bus_id: Any, handle: Any) -> int:  # noqa: N802
+        wanted = (bus_id.value or b"").decode().lower().rpartition(".")[0]
+        for number in self._listed():
+            if self._machine.gpus[number].pci_bus_id == wanted:
+                return self._give_handle("nvmlDeviceGetHandleByPciBusId_v2", number, handle)
+        return NOT_FOUND
 
     # Device
 
@@ -145,7 +187,15 @@ class VirtualNvml:
         if code == OK and link >= gpu.nvlinks:
             return INVALID_ARGUMENT
         if code == OK:
-            result._obj.value = int(link >= gpu.nvlinks_down)
+            result._obj.value = int(link >= gpu.nvlinks_down and _link(gpu, link).up)
+        return code
+
+    def nvmlDeviceGetNvLinkRemotePciInfo_v2(self, handle: Any, link: int, result: Any) -> int:  # noqa: N802
+        code, gpu = self._check_gpu(handle)
+        if code == OK and link >= gpu.nvlinks:
+            return INVALID_ARGUMENT
+        if code == OK:
+            result._obj.busId = f"00000000:{SWITCH_BUSES[link % len(SWITCH_BUSES)]}:00.0".encode()
         return code
 
     def nvmlDeviceGetComputeRunningProcesses_v3(self, handle: Any, count: Any, processes: Any) -> int:  # noqa: N802
@@ -193,7 +243,31 @@ class VirtualNvml:
     # Helpers
 
     def _listed(self) -> list[int]:
-        return [index for index, gpu in enumerate(self._machine.gpus) if not gpu.missing]
+        return [
+            index
+            for index, gpu in enumerate(self._machine.gpus)
+            if not gpu.missing and not gpu.hidden and gpu.driver == NVIDIA_DRIVER
+        ]
+
+    def _give_handle(self, name: str, number: int, handle: Any) -> int:
+        gpu = self._machine.gpus[number]
+        code = self._wait_for(name, number) or (GPU_IS_LOST if gpu.lost else OK)
+        if code == OK:
+            c_void_p.from_buffer(handle._obj).value = number + 1
+        return code
+
+    def _run_call(self, name: str, function: Callable[..., int], handle: Any, *arguments: Any) -> int:
+        """Run a call on a GPU, unless the scenario gives it an error."""
+        return self._wait_for(name, (cast(handle, c_void_p).value or 0) - 1) or function(handle, *arguments)
+
+    def _wait_for(self, name: str, number: int) -> int:
+        """Delay or hang as the scenario demands of this call. Returns the error code that it demands."""
+        while (call := self._machine.gpus[number].calls.get(name, GOOD_CALL)).hang:
+            time.sleep(HANG_POLL_S)
+            self._machine.reload_control()
+        if call.delay_s:
+            time.sleep(call.delay_s)
+        return call.error
 
     def _check_gpu(self, handle: Any) -> tuple[int, VirtualGpu]:
         """Begin a call on this GPU: block while it hangs, and return its error code."""
@@ -227,12 +301,20 @@ class VirtualNvml:
         return code
 
     def _fill(self, gpu: VirtualGpu, value: Any) -> None:
-        if value.fieldId == pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION:
+        name = f"field {value.fieldId}"
+        planned = gpu.calls.get(f"{name} link {value.scopeId}") or gpu.calls.get(name, GOOD_CALL)
+        if planned.error:
+            value.nvmlReturn = planned.error
+            return
+        if value.fieldId == _ENERGY_FIELD:
             value.value.ullVal = self._energy_mj(gpu)
             value.valueType, value.nvmlReturn = pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG, OK
             return
-        number = _FIELDS.get(value.fieldId)
-        known = None if number is None else number(gpu)
+        if value.fieldId in _LINK_FIELDS:
+            known = _link_field(gpu, value.fieldId, value.scopeId)
+        else:
+            number = _FIELDS.get(value.fieldId)
+            known = None if number is None else number(gpu)
         if known is None:
             value.nvmlReturn = pynvml.NVML_ERROR_NOT_SUPPORTED
             return
@@ -245,6 +327,31 @@ class VirtualNvml:
             return self._frozen_mj.setdefault(gpu.uuid, energy)
         self._frozen_mj.pop(gpu.uuid, None)
         return energy
+
+
+def _link(gpu: VirtualGpu, link: int) -> VirtualLink:
+    return gpu.links.get(str(link), GOOD_LINK)
+
+
+def _link_field(gpu: VirtualGpu, field: int, number: int) -> int | None:
+    """Return what a link counts, or None if the GPU has no such link or, by its generation, no such counter."""
+    versions, read = _LINK_FIELDS[field]
+    if number >= gpu.nvlinks or gpu.nvlink_version not in versions:
+        return None
+    first = number == 0
+    link = _link(gpu, number)
+    return read(
+        msgspec.structs.replace(
+            link,
+            errors=link.errors + gpu.nvlink_errors * first,
+            recovery_failures=link.recovery_failures + gpu.nvlink_recovery_failures * first,
+        )
+    )
+
+
+def _encoded_ber(link: VirtualLink) -> int:
+    factor, exponent = link.ber
+    return factor << 8 | -exponent
 
 
 def _ecc(gpu: VirtualGpu, kind: int, counter: int) -> int:

@@ -12,9 +12,10 @@ import re
 import threading
 from pathlib import Path
 
-from everstep.errors import ConfigurationError, DigestMismatch, VersionMismatch
+from everstep.errors import DigestMismatch
 from everstep.ids import NAME_PATTERN
-from everstep.layout.slots import CHUNK_BYTES, SlotHeader, SlotState
+from everstep.layout.slot_header import SlotHeader, SlotState
+from everstep.layout.slots import CHUNK_BYTES
 from everstep.wire.v1.local import SlotInfo
 from everstep_agent.vault.memory.segments import SEGMENT_KINDS, DamageReport, SegmentFile, SegmentKey, SegmentStore
 
@@ -38,7 +39,7 @@ class SegmentAdoption:
 
     def adopt_segments(self) -> int:
         """Take over whole segments, reading headers only; return the number of sealed slots to check. Unfinished
-        replicas are discarded, own ones left to their rank, which may be alive. Raises ConfigurationError."""
+        replicas are discarded, own ones left to their rank, which may be alive."""
         for folder in sorted(p for p in self._store.directory.iterdir() if p.is_dir() and not p.is_symlink()):
             if re.fullmatch(NAME_PATTERN, folder.name):
                 for path in sorted(folder.iterdir()):
@@ -56,8 +57,6 @@ class SegmentAdoption:
         key = SegmentKey(job, SEGMENT_KINDS[name[1]], int(name[2]))
         try:
             segment = SegmentFile(key, path)
-        except VersionMismatch as error:
-            raise ConfigurationError(f"{path} cannot be adopted: {error}") from error
         except (DigestMismatch, OSError) as error:
             path.unlink(missing_ok=True)
             self._store.report_damage(

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from everstep.errors import Conflict, DigestMismatch, MalformedMessage, NotFound
 from everstep.ids import Version
-from everstep.layout.slots import CHUNK_BYTES, SlotHeader
+from everstep.layout.slot_header import SlotHeader
+from everstep.layout.slots import CHUNK_BYTES
 from everstep_agent.vault.memory.segments import SegmentFile, SegmentStore
 from everstep_agent.vault.reporting import FindingReporter
 

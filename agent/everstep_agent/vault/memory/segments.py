@@ -22,21 +22,17 @@ import msgspec
 
 from everstep.errors import ConfigurationError, DigestMismatch
 from everstep.ids import Version
-from everstep.layout.slots import (
+from everstep.layout.segment_header import (
     MAX_SLOTS,
     NONCE_BYTES,
     PAGE_BYTES,
-    SLOTS_PER_RANK,
-    SegmentView,
-    SlotHeader,
-    SlotRecordPair,
-    SlotState,
-    format_segment,
     is_intact,
     segment_bytes,
     segment_name,
     write_header,
 )
+from everstep.layout.slot_header import SlotHeader, SlotRecordPair, SlotState
+from everstep.layout.slots import SLOTS_PER_RANK, SegmentView, format_segment
 from everstep.wire.v1.local import SlotInfo
 from everstep_agent.lifecycle import delete_segments
 from everstep_agent.vault.memory import shared_memory

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import NamedTuple
 
-from everstep.cgroups import cgroup_available_bytes
 from everstep.errors import ConfigurationError, OutOfSlotMemory, PermissionDenied, Unavailable
+from everstep.host.cgroups import cgroup_available_bytes
 from everstep.layout.vault_status import LOCK_FILE
 
 MADV_POPULATE_WRITE = 23

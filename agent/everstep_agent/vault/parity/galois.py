@@ -63,9 +63,9 @@ def _check(members: Sequence[memoryview], parity: Sequence[memoryview | None]) -
     if not 1 <= len(members) <= MAX_MEMBERS:
         raise ValueError(f"a group has 1 to {MAX_MEMBERS} members, not {len(members)}")
     need = parity_bytes(max(map(len, members)))
-    for one in parity:
-        if one is not None and len(one) != need:
-            raise ValueError(f"parity of members of up to {max(map(len, members))} bytes has {need}, not {len(one)}")
+    for row in parity:
+        if row is not None and len(row) != need:
+            raise ValueError(f"parity of members of up to {max(map(len, members))} bytes has {need}, not {len(row)}")
 
 
 # One stripe

@@ -246,8 +246,8 @@ def run_parallel(executor: Executor, calls: Iterable[Callable[[], T]]) -> list[T
 def require_all(outcomes: Iterable[T | EverstepError]) -> list[T]:
     """Return the results. Raises the first error."""
     results = []
-    for one in outcomes:
-        if isinstance(one, EverstepError):
-            raise one
-        results.append(one)
+    for outcome in outcomes:
+        if isinstance(outcome, EverstepError):
+            raise outcome
+        results.append(outcome)
     return results

@@ -17,7 +17,8 @@ import msgspec
 from everstep.clock import Clock
 from everstep.errors import Conflict, DigestMismatch, EverstepError, MalformedMessage, NotFound, Unavailable
 from everstep.ids import Version
-from everstep.layout.slots import CHUNK_BYTES, SlotHeader, SlotState, chunk_count
+from everstep.layout.slot_header import SlotHeader, SlotState
+from everstep.layout.slots import CHUNK_BYTES, chunk_count
 from everstep.wire.framing import VaultChannel
 from everstep.wire.v1.local import Replicated, SlotSealed
 from everstep.wire.v1.transfer import Ack, ManifestPart, Part, PartDone, Put, PutDone, Ready, missing_chunks

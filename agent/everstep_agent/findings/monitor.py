@@ -16,10 +16,10 @@ from everstep.errors import DECODE_ERRORS, MalformedMessage
 from everstep.wire.framing import FrameDecoder, encode_frame
 from everstep_agent.drivers import sysfs
 from everstep_agent.drivers.kmsg import KernelLog, LogPosition, is_null_device
+from everstep_agent.drivers.samples import SensorState
 from everstep_agent.findings.assessment import AssessorState, FindingAssessor, Instant
 from everstep_agent.findings.rules import load_policy
 from everstep_agent.lifecycle import end_child, start_child, wait_readable, write_atomically
-from everstep_agent.sensors.samples import SensorState
 from everstep_agent.sensors.sensor_messages import (
     ACTIVITY_BYTES,
     MAX_POLL_BYTES,
@@ -27,6 +27,7 @@ from everstep_agent.sensors.sensor_messages import (
     SensorConfig,
     SensorReport,
 )
+from everstep_agent.virtual.machine_tree import remove_tree
 from everstep_agent.virtual.scenario import Scenario, VirtualMachine, load_scenario
 
 # Settings
@@ -43,9 +44,11 @@ class SensorSettings(msgspec.Struct, frozen=True, kw_only=True):
     expected_gpus: int | None = None  # GPUs this node should have; None: as many as the PCI bus shows
     virtual: str = ""  # scenario file, "default" or "default:N" for a virtual machine; empty for the real one
     virtual_control: str = ""  # control file of the virtual machine; may appear later
+    virtual_folder: str = ""  # folder for the virtual machine's /sys and /proc files, whose content is replaced
     kernel_log: str = "/dev/kmsg"  # /dev/kmsg, or a file or named pipe; empty for none
     kernel_log_poll_s: float = 0.05  # between checks of a plain file; a device or pipe wakes the agent itself
     state_path: str = ""  # file for findings that outlive the agent (XIDs until a reset or a reboot); empty for none
+    hold_file: str = ""  # while this file exists, NVML stays closed, for a reset or a new driver; empty for none
     site_policy: tuple[str, ...] = ()  # TOML files whose rules replace built-in ones of the same id
     sysfs_root: str = "/sys"
     proc_root: str = "/proc"
@@ -194,6 +197,7 @@ class SensorMonitor:
             polled_at=self._polled_at,
             findings=self._assessor.findings,
             xid_counts=self._assessor.xid_history.totals,
+            line_counts=dict(self._assessor.lines.totals),
             sensor_restarts=self._restarts,
         )
 
@@ -216,6 +220,8 @@ class SensorMonitor:
             if self._log is not None:
                 self._log.close()
             self._save_state()
+            if self._settings.virtual_folder:
+                remove_tree(Path(self._settings.virtual_folder))
 
     # Sensor process
 
@@ -267,6 +273,10 @@ class SensorMonitor:
             disk_paths=settings.disk_paths,
             scenario=self._scenario,
             control_file=settings.virtual_control,
+            hold_file=settings.hold_file,
+            hang_timeout_s=settings.hang_timeout_s,
+            start_timeout_s=settings.start_timeout_s,
+            machine_folder=settings.virtual_folder,
             is_resumed=self._restarts > 0,
         )
 

@@ -1,0 +1,328 @@
+"""Plain samples of the sensors, without judgement.
+
+``None`` means that the device does not offer the value or that it could not be read; it never stands for zero.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+HARDWARE_THROTTLE_BITS = 0x8 | 0x40 | 0x80
+"""NVML clock event reasons: hardware slowdown, hardware thermal slowdown, power brake."""
+
+HEAT_THROTTLE_BITS = 0x20 | 0x40
+"""NVML clock event reasons: software and hardware thermal slowdown."""
+
+THROTTLE_REASONS = {
+    "power_cap": 0x4,
+    "hardware_slowdown": 0x8,
+    "software_thermal": 0x20,
+    "hardware_thermal": 0x40,
+    "power_brake": 0x80,
+}
+"""NVML clock event reasons that slow a GPU down against its will, by name."""
+
+LINK_LOADED_UTILIZATION = 0.5
+"""Utilization from which on a PCIe link must run at its full speed and width."""
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
+    """Base class; encoded as an array, since both ends are of one installation."""
+
+
+class LinkSample(Sample, frozen=True, kw_only=True):
+    """One NVLink of a GPU. Counters are since the driver was loaded or the GPU reset; see ``sensors/nvlinks.py``."""
+
+    link: int
+    up: bool | None = None
+    was_up: bool = False  # since the sensor started
+    errors: int | None = None  # replays, recoveries and CRC errors; from Blackwell on, packets lost to errors
+    recoveries: int | None = None  # times that the link trained anew
+    recovery_failures: int | None = None
+    discards: int | None = None  # packets that were not sent
+    effective_errors: int | None = None  # errors left after forward error correction
+    symbol_errors: int | None = None
+    raw_errors: int | None = None  # errors before forward error correction
+    effective_ber: float | None = None  # bit error rates
+    symbol_ber: float | None = None
+    raw_ber: float | None = None
+    repaired_symbols: int | None = None  # most symbols that forward error correction repaired in one block
+    far_end: str = ""  # "0000:c1:00 link 30", or less if NVML knows less
+
+
+class GpuSample(Sample, frozen=True, kw_only=True):
+    """One GPU at one poll."""
+
+    index: int
+    pci_bus_id: str
+    uuid: str
+    lost: bool = False  # NVML calls the GPU lost, or it has left the PCI bus
+    error: str = ""  # why most values are missing
+    is_closed: bool = False  # the error is that NVML as a whole is closed, which says nothing of this GPU
+    hung_s: float = 0.0  # seconds that a call of this GPU has not returned
+    failed_values: int = 0  # number of values that NVML offers and did not answer
+    failures: str = ""  # the first of their errors
+
+    temperature_c: int | None = None
+    temperature_margin_c: int | None = None
+    memory_temperature_c: int | None = None
+    power_w: float | None = None
+    power_limit_w: float | None = None
+    energy_j: float | None = None
+    sm_clock_mhz: int | None = None
+    memory_clock_mhz: int | None = None
+    throttle_reasons: int | None = None
+    memory_used_bytes: int | None = None
+    memory_total_bytes: int | None = None
+    gpu_utilization: float | None = None
+    memory_utilization: float | None = None
+    recovery_action: int | None = None
+    remap_pending: int | None = None
+    remap_failure: int | None = None
+
+    ecc_corrected: int | None = None
+    ecc_uncorrected: int | None = None
+    ecc_uncorrected_lifetime: int | None = None
+    sram_threshold_exceeded: int | None = None
+    remapped_corrected: int | None = None
+    remapped_uncorrected: int | None = None
+    retired_pages: int | None = None
+    pcie_replays: int | None = None
+    pcie_fatal_errors: int | None = None
+    pcie_generation: int | None = None
+    pcie_generation_max: int | None = None  # of the GPU and its slot together
+    pcie_width: int | None = None
+    pcie_width_max: int | None = None  # of the GPU and its slot together
+    pcie_utilization: float | None = None  # the GPU's utilization when its link was read, at polls that read it
+    nvlinks: int | None = None
+    nvlinks_down: int | None = None
+    nvlink_errors: int | None = None
+    nvlink_recovery_failures: int | None = None
+    nvlinks_down_at: tuple[int, ...] = ()  # their numbers
+    links: tuple[LinkSample, ...] = ()
+    links_are_new: bool = False  # whether the links were read at this poll
+    nvlink_far_ends: tuple[str, ...] = ()  # by link: "0000:c1:00 link 30", "" if unknown
+    processes: int | None = None
+
+    @property
+    def is_lost(self) -> int:
+        return int(self.lost)
+
+    @property
+    def unreadable(self) -> int:
+        """1 if most values failed, the GPU is not lost and none of its calls hangs."""
+        return int(bool(self.error) and not self.lost and not self.is_closed and not self.hung_s)
+
+    @property
+    def partly_unreadable(self) -> int:
+        """Number of values that failed on a GPU that can be read otherwise."""
+        return 0 if self.error else self.failed_values
+
+    @property
+    def hardware_throttled(self) -> int | None:
+        return None if self.throttle_reasons is None else int(bool(self.throttle_reasons & HARDWARE_THROTTLE_BITS))
+
+    @property
+    def heat_throttled(self) -> int | None:
+        return None if self.throttle_reasons is None else int(bool(self.throttle_reasons & HEAT_THROTTLE_BITS))
+
+    @property
+    def pcie_lanes_missing(self) -> int | None:
+        """Lanes fewer than the GPU and its slot have; None if unknown (see ``_missing_under_load``)."""
+        return self._missing_under_load(self.pcie_width, self.pcie_width_max)
+
+    @property
+    def pcie_generations_missing(self) -> int | None:
+        """Generations below the maximum of the GPU and its slot; None if unknown (see ``_missing_under_load``)."""
+        return self._missing_under_load(self.pcie_generation, self.pcie_generation_max)
+
+    def _missing_under_load(self, now: int | None, most: int | None) -> int | None:
+        """Return None unless the link was read under load: an idle GPU lowers the speed and width of its link."""
+        if now is None or most is None or (self.pcie_utilization or 0.0) < LINK_LOADED_UTILIZATION:
+            return None
+        return max(0, most - now)
+
+
+class XidEvent(Sample, frozen=True, kw_only=True):
+    """One XID, from the kernel log (``source`` "kernel") or NVML ("nvml").
+
+    ``recovery_action`` is the driver's demand.
+    """
+
+    pci_bus_id: str
+    xid: int
+    source: str
+    text: str = ""
+    recovery_action: int | None = None
+    count: int = 1
+
+
+class PortRole(StrEnum):
+    """Use of a network port. Only ports of a role in ``FABRIC_ROLES`` can make findings."""
+
+    COMPUTE = "compute"
+    STORAGE = "storage"
+    MANAGEMENT = "management"
+    VIRTUAL = "virtual"  # a function that is made for, and moves into, containers and virtual machines
+    OUT_OF_BAND = "out_of_band"  # USB: the management controller's, or what a person has plugged in
+    UNKNOWN = "unknown"
+
+
+FABRIC_ROLES = (PortRole.COMPUTE, PortRole.STORAGE)
+
+IFF_UP = 0x1
+"""Interface flag: the administrator wants the port up (Linux, include/uapi/linux/if.h)."""
+
+
+class PortPresence(StrEnum):
+    """Where a port is. ELSEWHERE: its device is there, so the port is in a container or its driver is reloaded."""
+
+    HERE = "here"
+    ELSEWHERE = "elsewhere"
+    GONE = "gone"  # the device has left the bus
+
+
+class PortSample(Sample, frozen=True, kw_only=True):
+    """One network port."""
+
+    name: str
+    kind: str
+    up: bool
+    was_up: bool  # since the sensor started and the port was last enabled, so that being down is news
+    role: PortRole = PortRole.UNKNOWN
+    presence: PortPresence = PortPresence.HERE
+    state: str = ""  # "ACTIVE", "DOWN", ... of InfiniBand; RFC 2863's operational state of Ethernet
+    phys_state: str = ""  # "LinkUp", "Polling", "Disabled", ... of InfiniBand
+    flags: int | None = None  # interface flags of Ethernet
+    link_layer: str = ""
+    is_asleep: bool = False  # whether the port saves power
+    rate_gbps: float | None = None
+    best_rate_gbps: float | None = None  # since the port was last enabled
+    usual_rate_gbps: float | None = None  # of most ports of its kind on the node
+    width: int | None = None  # lanes of an InfiniBand link
+    errors: int | None = None
+    link_downs: int | None = None
+    identity: dict[str, str] = {}  # address, pci_bus_id, board, firmware, rdma and gpus, as far as they are known
+
+    @property
+    def is_fabric(self) -> bool:
+        """Whether the port's link is judged. That of a RoCE port is its Ethernet port's.
+
+        RoCE drivers show the physical state "Disabled" without a cable, too, so only the Ethernet port tells the
+        administrator's wish.
+        """
+        is_roce = self.kind == "infiniband" and self.link_layer == "Ethernet"
+        return self.role in FABRIC_ROLES and not is_roce
+
+    @property
+    def is_enabled(self) -> bool:
+        """Whether the administrator wants the port up; unknown counts as yes."""
+        if self.kind == "infiniband":
+            return self.phys_state != "Disabled"
+        return self.flags is None or bool(self.flags & IFF_UP)
+
+    @property
+    def has_signal(self) -> bool:
+        """Whether the cable has a signal, though the port may not be usable yet."""
+        if self.kind == "infiniband":
+            return self.up or self.phys_state == "LinkUp"
+        return self.up or self.state in ("dormant", "testing")
+
+    @property
+    def lost_link(self) -> int | None:
+        """1 if the link is down after having been up, 0 if it is up or administratively down, else None.
+
+        None for ports that are not judged, were never up (an empty socket is no fault) or have lost their device.
+        """
+        if not self.is_fabric or self.presence is PortPresence.GONE:
+            return None
+        if self.presence is PortPresence.ELSEWHERE or not self.is_enabled or self.is_asleep or self.has_signal:
+            return 0
+        return 1 if self.was_up else None
+
+    @property
+    def unconfigured(self) -> int | None:
+        """1 if the link has a signal and no subnet manager has made it active."""
+        if not self.is_fabric or self.kind != "infiniband" or self.presence is not PortPresence.HERE:
+            return None
+        return int(self.phys_state == "LinkUp" and not self.up)
+
+    @property
+    def rate_fraction(self) -> float | None:
+        """Rate of the link as a fraction of the port's best. A link that lost lanes has a lower rate, too."""
+        return self._fraction_of(self.best_rate_gbps)
+
+    @property
+    def peer_rate_fraction(self) -> float | None:
+        """Rate of the link as a fraction of that of most ports of its kind."""
+        return self._fraction_of(self.usual_rate_gbps)
+
+    def _fraction_of(self, rate_gbps: float | None) -> float | None:
+        if not self.is_fabric or not self.up or self.rate_gbps is None or not rate_gbps:
+            return None
+        return self.rate_gbps / rate_gbps
+
+    @property
+    def link_losses(self) -> int | None:
+        """Link losses of a port that is judged and up again, those between two polls included."""
+        return self.link_downs if self.is_fabric and self.up else None
+
+    @property
+    def error_count(self) -> int | None:
+        """Errors of a compute or storage port."""
+        return self.errors if self.role in FABRIC_ROLES else None
+
+    @property
+    def device_gone(self) -> int | None:
+        """1 if the device of a port that was up has left the bus."""
+        return int(self.presence is PortPresence.GONE and self.was_up) if self.is_fabric else None
+
+
+class PathSample(Sample, frozen=True, kw_only=True):
+    """One file system. ``silent_s``: seconds that a query has gone unanswered (a dead NFS server)."""
+
+    path: str
+    free_fraction: float | None = None
+    silent_s: float = 0.0
+
+
+class HostSample(Sample, frozen=True, kw_only=True):
+    """The machine itself. ``stuck_processes`` are in uninterruptible sleep (state D)."""
+
+    uptime_s: float | None = None
+    memory_available_fraction: float | None = None
+    memory_total_bytes: int | None = None
+    stuck_processes: int | None = None
+    zombies: int | None = None
+    load: float | None = None
+    clock_skew_s: float | None = None
+    error: str = ""
+
+    @property
+    def unreadable(self) -> int:
+        return int(bool(self.error))
+
+    @property
+    def clock_skew_magnitude_s(self) -> float | None:
+        return None if self.clock_skew_s is None else abs(self.clock_skew_s)
+
+
+class SensorState(Sample, frozen=True, kw_only=True):
+    """Health of the sensing itself."""
+
+    hangs: int | None = None  # consecutive polls that missed their deadline; 0 after a good one
+    crashes: int | None = None  # consecutive ends of the sensor process
+    nvml_failed: int | None = None  # 1 if GPUs are expected and NVML lists none, for none of the next three reasons
+    nvml_hung_s: float | None = None  # seconds that NVML as a whole has not answered, beyond what it may take
+    nvml_held_s: float | None = None  # seconds that NVML has been closed by order
+    driver_missing: int | None = None  # 1 if there are GPUs and their kernel driver is not loaded
+    library_missing: int | None = None  # 1 if there are GPUs and no NVML library
+    library_mismatch: int | None = None  # 1 if the NVML library is of another version than the loaded driver
+    gpus_unbound: int | None = None  # number of GPUs without a kernel driver while others have theirs
+    gpus_hidden: int | None = None  # number of the machine's GPUs that the agent may not see
+    gpus_missing: int | None = None  # number of expected GPUs that NVML does not list
+    faults: int | None = None  # number of sensors that failed in the last poll
+    log_failed: int | None = None  # 1 if the kernel log cannot be read
+    detail: str = ""  # the failed parts and the reasons

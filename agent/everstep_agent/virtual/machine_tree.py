@@ -1,0 +1,174 @@
+"""Write the virtual machine's ports, PCI devices, memory and processes as files of /sys and /proc.
+
+The sensors of real machines read them. File systems are not among them: their free space comes from a system call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from everstep_agent.virtual.scenario import VirtualGpu, VirtualHost, VirtualMachine, VirtualPort
+
+_GPU_FILES = {"vendor": "0x10de", "class": "0x030200", "numa_node": "0"}
+_NIC_FILES = {"vendor": "0x15b3", "class": "0x020000", "numa_node": "0"}
+_PHYS_STATES = {"Sleep": 1, "Polling": 2, "Disabled": 3, "LinkUp": 5}
+"""Numbers of InfiniBand's physical port states, as in the kernel's ``phys_state``."""
+_FIRST_PID = 1000
+_USB_PARENT = "pci0000:00/0000:00:14.0/usb1"
+
+Entries = dict[str, str]
+"""Files and links by path: a text, or the target of a link with ``_LINK`` before it."""
+_LINK = "-> "
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove a tree that an earlier process wrote, and the folder if nothing else is in it."""
+    for root in (folder / "sys", folder / "proc"):
+        shutil.rmtree(root, ignore_errors=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+class MachineTree:
+    """The tree in ``sys`` and ``proc`` below an absolute ``folder``. What is in these two already is removed."""
+
+    def __init__(self, folder: Path) -> None:
+        """Make the folders. Raises OSError, ValueError."""
+        if not folder.is_absolute():  # an empty path would be the current folder
+            raise ValueError(f"the virtual machine's folder {str(folder)!r} is not an absolute path")
+        self._folder = folder
+        self.sys, self.proc = folder / "sys", folder / "proc"
+        self._written: Entries = {}
+        self._state: object = None
+        remove_tree(folder)
+        for root in (self.sys, self.proc):
+            root.mkdir(parents=True)
+
+    def update(self, machine: VirtualMachine) -> None:
+        """Write what has changed, as the kernel does. Raises OSError."""
+        state = (machine.boot_id, machine.host, machine.ports, machine.gpus)
+        if state == self._state:
+            return
+        wanted = dict(_host_entries(machine.host, machine.boot_id)) | dict(_device_entries(machine))
+        for name in self._written.keys() - wanted.keys():
+            self._remove(self._folder / name)
+        for name, text in wanted.items():
+            if self._written.get(name) != text:
+                self._write(self._folder / name, text)
+        self._written, self._state = wanted, state
+
+    def _write(self, path: Path, text: str) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if text.startswith(_LINK):
+            path.unlink(missing_ok=True)
+            path.symlink_to(self._folder / text.removeprefix(_LINK))
+        else:
+            path.write_text(f"{text}\n")
+
+    def _remove(self, path: Path) -> None:
+        """Remove the entry, and the folders that it leaves empty."""
+        path.unlink()
+        for folder in path.parents:
+            if folder in (self.sys, self.proc) or any(folder.iterdir()):
+                return
+            folder.rmdir()
+
+
+def _host_entries(host: VirtualHost, boot_id: str) -> Iterator[tuple[str, str]]:
+    dmi = {"sys_vendor": host.vendor, "product_name": host.product, "product_serial": host.serial}
+    for name, text in (dmi | {"chassis_serial": host.chassis_serial}).items():
+        yield f"sys/class/dmi/id/{name}", text
+    total = host.memory_total_bytes >> 10
+    yield "proc/meminfo", f"MemTotal: {total} kB\nMemAvailable: {round(total * host.memory_available_fraction)} kB"
+    yield "proc/uptime", f"{host.uptime_s:.2f} 0.00"
+    yield "proc/loadavg", f"{host.load:.2f} 0.00 0.00 1/1 1"
+    yield "proc/self/mounts", ""
+    yield "proc/sys/kernel/osrelease", host.kernel
+    yield "proc/sys/kernel/random/boot_id", boot_id
+    for pid, state in enumerate("D" * host.stuck_processes + "Z" * host.zombies, _FIRST_PID):
+        yield f"proc/{pid}/stat", f"{pid} (virtual) {state} 1 1"
+
+
+def _device_entries(machine: VirtualMachine) -> Iterator[tuple[str, str]]:
+    """Yield GPUs, each below a PCIe switch of its own, and ports, the nth below the switch of the nth GPU."""
+    for index, gpu in enumerate(machine.gpus):
+        yield from _pci_entries(f"{_switch(index)}/{_gpu_address(gpu)}", "nvidia", _GPU_FILES)
+    routes = [name for name, port in machine.ports.items() if port.default_route]
+    lines = (f"{name} 00000000 0102000A 0003 0 0 0 00000000" for name in routes)
+    yield "proc/net/route", "\n".join(["Iface Destination Gateway Flags RefCnt Use Metric Mask", *lines])
+    for index, (name, port) in enumerate(machine.ports.items()):
+        if port.missing:
+            continue
+        if port.usb:
+            device = f"sys/devices/{_USB_PARENT}/1-{index + 1}/1-{index + 1}:1.0"
+            yield f"{device}/driver", f"{_LINK}sys/bus/usb/drivers/{port.driver}"
+            yield f"sys/bus/usb/drivers/{port.driver}/bind", ""
+        else:
+            address = port.pci_bus_id or f"0000:{index + 0x40:02x}:10.0"
+            device = f"sys/devices/{_switch(index)}/{address}"
+            yield from _pci_entries(f"{_switch(index)}/{address}", port.driver, _NIC_FILES)
+        if port.virtual_function:
+            yield f"{device}/physfn", f"{_LINK}sys/devices/{_switch(index)}"
+        if not port.moved:
+            yield from (_infiniband if port.kind == "infiniband" else _ethernet)(name, port, device)
+
+
+def _switch(index: int) -> str:
+    return f"pci0000:{index:02x}/0000:{index:02x}:01.0/0000:{index:02x}:02.0"
+
+
+def _gpu_address(gpu: VirtualGpu) -> str:
+    return f"{gpu.pci_bus_id}.0"
+
+
+def _pci_entries(place: str, driver: str, files: Entries) -> Iterator[tuple[str, str]]:
+    device = f"sys/devices/{place}"
+    for name, text in files.items():
+        yield f"{device}/{name}", text
+    yield f"{device}/driver", f"{_LINK}sys/bus/pci/drivers/{driver}"
+    yield f"sys/bus/pci/drivers/{driver}/bind", ""
+    yield f"sys/bus/pci/devices/{place.rpartition('/')[2]}", f"{_LINK}{device}"
+
+
+def _infiniband(name: str, port: VirtualPort, device: str) -> Iterator[tuple[str, str]]:
+    """Yield an RDMA device with the port that the name's part after a slash says, or port 1."""
+    adapter, _, number = name.partition("/")
+    folder = f"{device}/infiniband/{adapter}"
+    usual = "LinkUp" if port.up else "Polling" if port.enabled else "Disabled"
+    phys_state = port.phys_state or usual
+    state = "4: ACTIVE" if port.up else "2: INIT" if phys_state == "LinkUp" else "1: DOWN"
+    values = {
+        "node_guid": port.address,
+        "board_id": port.board,
+        "fw_ver": port.firmware,
+        f"ports/{number or 1}/state": state,
+        f"ports/{number or 1}/phys_state": f"{_PHYS_STATES.get(phys_state, 0)}: {phys_state}",
+        f"ports/{number or 1}/link_layer": "InfiniBand",
+        f"ports/{number or 1}/rate": f"{port.rate_gbps:g} Gb/sec ({port.width}X NDR)",
+        f"ports/{number or 1}/counters/symbol_error": str(port.errors),
+        f"ports/{number or 1}/counters/link_downed": str(port.link_downs),
+    }
+    for file, text in values.items():
+        yield f"{folder}/{file}", text
+    yield f"{folder}/device", f"{_LINK}{device}"
+    yield f"sys/class/infiniband/{adapter}", f"{_LINK}{folder}"
+
+
+def _ethernet(name: str, port: VirtualPort, device: str) -> Iterator[tuple[str, str]]:
+    folder = f"{device}/net/{name}"
+    values = {
+        "type": "1",
+        "address": port.address,
+        "operstate": "up" if port.up else "down",
+        "flags": "0x1003" if port.enabled else "0x1002",
+        "speed": str(round(port.rate_gbps * 1000)) if port.up else "-1",
+        "statistics/rx_errors": str(port.errors),
+        "carrier_down_count": str(port.link_downs),
+    }
+    for file, text in values.items():
+        yield f"{folder}/{file}", text
+    yield f"{folder}/device", f"{_LINK}{device}"
+    yield f"sys/class/net/{name}", f"{_LINK}{folder}"
