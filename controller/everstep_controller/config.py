@@ -18,7 +18,7 @@ from everstep.ids import split_address
 from everstep.settings import Program
 from everstep.vocabulary import Mode
 from everstep_controller.core.policy import CorePolicy
-from everstep_controller.rulebook import override_rules, read_rules, shipped_rulebook
+from everstep_controller.policy.rulebook import override_rules, read_rules, shipped_rulebook
 
 
 def _address(address: str) -> tuple[str, int]:
@@ -63,7 +63,7 @@ class OidcSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Claim of tokens that decides the role: a text or a list. A dot leads into an object: ``realm_access.roles``."""
     roles: tuple[str, ...] = ()
     """Roles by value of that claim, as ``VALUE=ROLE`` with the role ``viewer`` or ``operator``. Of several roles a
-    person has the stronger one, and nobody without one is let in."""
+    person has the stronger one. A person without a role is refused."""
     name_claim: str = "preferred_username"
     """Claim with a readable name, shown before the subject and the issuer. Empty: none."""
     clock_skew_s: float = 60.0
@@ -76,7 +76,7 @@ class OidcSettings(msgspec.Struct, frozen=True, kw_only=True):
     def role_of(self, values: Iterable[str]) -> TokenRole | None:
         """Return the strongest role of the claim's values, or None."""
         given = set(values)
-        found = {role for value, _, role in (one.rpartition("=") for one in self.roles) if value in given}
+        found = {role for value, _, role in (role.rpartition("=") for role in self.roles) if value in given}
         return next((role for role in (TokenRole.OPERATOR, TokenRole.VIEWER) if role in found), None)
 
     def token_audiences(self) -> tuple[str, ...]:
@@ -109,7 +109,7 @@ class OidcSettings(msgspec.Struct, frozen=True, kw_only=True):
             yield "oidc_client_id is missing: register a client for this controller with the provider"
         if "openid" not in self.scopes:
             yield "oidc_scopes must contain openid"
-        mapped = [one.rpartition("=") for one in self.roles]
+        mapped = [role.rpartition("=") for role in self.roles]
         if not mapped or any(not value or role not in _LOGIN_ROLES for value, _, role in mapped):
             yield f"oidc_roles must be a list of VALUE=ROLE with a role of {', '.join(_LOGIN_ROLES)}"
         if not self.role_claim:
@@ -205,22 +205,22 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Trust the machine's clock at this start, however far it differs from the database's newest time. If the database
     is ahead, its times are set back. Use it for one start only, after an earlier start with a wrong clock."""
     retention_days: float = 90.0
-    """Days for which the audit log, verdicts, and closed findings and remediations are kept. Records needed for
+    """Days for which the event log, verdicts, and closed findings and remediations are kept. Records needed for
     a start, and each node's newest verdict, are kept at any age."""
-    retention_max_audit_entries: int = 2_000_000
-    """Maximum entries of the audit log, about half a KiB each. The oldest go first, at any age."""
-    retention_audit_of_people: int = 200_000
-    """Maximum entries of the audit log caused by people (orders and changes of credentials), in addition to
-    ``retention_max_audit_entries``. They are kept at any age, and entries caused by nodes never displace them."""
+    retention_max_events: int = 2_000_000
+    """Maximum entries of the event log, about half a KiB each. The oldest go first, at any age."""
+    retention_max_events_by_people: int = 200_000
+    """Maximum entries of the event log caused by people (orders and changes of credentials), in addition to
+    ``retention_max_events``. They are kept at any age, and entries caused by nodes never displace them."""
     retention_max_history_rows: int = 200_000
     """Maximum verdicts, findings and remediations each, a few KiB per record. The oldest that may be deleted go first,
     at any age."""
-    audit_entries_per_node_burst: int = 500
-    """Burst of audit entries of one kind from one node. Further entries are counted in ``events.suppressed``, and the
+    events_per_node_burst: int = 500
+    """Burst of entries of one kind from one node in the event log. More are counted in ``events.suppressed``, and the
     decisions are made all the same. A node that is repaired and retried for weeks writes dozens."""
-    audit_entries_per_node_per_s: float = 0.1
-    """Further audit entries per second of one kind from one node. At this rate one kind of one node fills
-    ``retention_max_audit_entries`` in seven months."""
+    events_per_node_per_s: float = 0.1
+    """Further entries per second of one kind from one node. At this rate one kind of one node fills
+    ``retention_max_events`` in seven months."""
     retention_generations_per_job: int = 1000
     """Maximum rosters kept per job, a few KiB each, or up to some MiB in a fleet of 10,000 nodes."""
     lease_s: float = 5.0
@@ -270,6 +270,10 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     day."""
     journal_days: float = 8.0
     """Days of journal to keep: by default a week, and the day being written."""
+    launcher_state_dir: str = ""
+    """State directory of launchers that run on this machine as this user (``everstep-launch --state-dir``). Operators
+    then read the last lines of their ranks on the web page. A launcher gives it to its private controller. Empty: the
+    page names the node and the command instead."""
     policy_dir: str = ""
     """Directory with the site's own verdict rules (``*.toml``), which override the shipped ones key by key. Empty:
     none."""
@@ -278,7 +282,7 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     policy: CorePolicy = CorePolicy()
     """Settings of the decision core."""
     policy_origins: dict[str, str] = {}
-    """Source of each policy value that differs from the default, for people: by setting, and by id for rules."""
+    """Source of each policy value that differs from the default, for people: by dotted name, and by id for rules."""
 
     @classmethod
     def from_preset(cls, name: str) -> Self:
@@ -319,10 +323,11 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
             yield "secret_file is missing: give --secret-file (make one: `openssl rand -hex 32 > F; chmod 600 F`)"
         if bool(self.tls_certificate) != bool(self.tls_key):
             yield "give tls_certificate and tls_key together, or neither"
-        if not 0 < self.heartbeat_interval_s < self.policy.suspect_after_s / 2:
+        suspect_after_s = self.policy.liveness.suspect_after_s
+        if not 0 < self.heartbeat_interval_s < suspect_after_s / 2:
             yield (
                 f"heartbeat_interval_s ({self.heartbeat_interval_s}) must be positive and less than half of "
-                f"policy.suspect_after_s ({self.policy.suspect_after_s}): one late heartbeat makes no node suspect"
+                f"policy.liveness.suspect_after_s ({suspect_after_s}): one late heartbeat makes no node suspect"
             )
         if self.tls_client_ca and not self.tls_certificate:
             yield "tls_client_ca needs tls_certificate and tls_key: clients send certificates over TLS only"
@@ -343,16 +348,16 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
             yield "max_commit_batch and queue_limit must be at least 1"
         if self.commit_timeout_s <= 0 or self.stop_grace_s < 0:
             yield "commit_timeout_s must be positive and stop_grace_s not negative"
-        rows = (self.retention_max_audit_entries, self.retention_audit_of_people, self.retention_max_history_rows)
+        rows = (self.retention_max_events, self.retention_max_events_by_people, self.retention_max_history_rows)
         if self.retention_days <= 0 or min(rows) < 1000 or self.retention_generations_per_job < 16:
             yield (
-                "retention_days must be positive, retention_max_audit_entries, retention_audit_of_people and "
+                "retention_days must be positive, retention_max_events, retention_max_events_by_people and "
                 "retention_max_history_rows at least 1000, retention_generations_per_job at least 16"
             )
         if self.max_clock_ahead_days < 0:
             yield "max_clock_ahead_days must not be negative; 0 accepts any clock"
-        if self.audit_entries_per_node_burst < 1 or self.audit_entries_per_node_per_s <= 0:
-            yield "audit_entries_per_node_burst must be at least 1 and audit_entries_per_node_per_s positive"
+        if self.events_per_node_burst < 1 or self.events_per_node_per_s <= 0:
+            yield "events_per_node_burst must be at least 1 and events_per_node_per_s positive"
         if self.outage_buffer_bytes < 1 << 20:
             yield "outage_buffer_bytes must be at least 1048576"
         if not 0.2 <= self.lease_renew_s <= self.lease_s / 3:
@@ -371,9 +376,9 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
             yield "give remediation_backend = webhook, webhook_url and webhook_secret_file together, or none of them"
         if self.alert_token_file and not self.alert_url:
             yield "alert_token_file needs alert_url"
-        if self.policy.remediation_mode is Mode.ENFORCE and self.remediation_backend == "dry_run":
+        if self.policy.remediation.mode is Mode.ENFORCE and self.remediation_backend == "dry_run":
             yield (
-                "policy.remediation_mode = enforce needs a remediation_backend that resets and reboots nodes: dry_run "
+                "policy.remediation.mode = enforce needs a remediation_backend that resets and reboots nodes: dry_run "
                 "only logs actions"
             )
         for name in ("webhook_url", "alert_url", "docs_url", "otlp_endpoint"):
@@ -393,17 +398,13 @@ def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Contr
     given = PROGRAM.given(flags, environ)
     values = PROGRAM.by_attribute(given)
     preset = ControllerSettings.from_preset(values.get("preset", "production"))
-    shipped, chosen = CorePolicy(), preset.policy
-    origins = {
-        name: f"preset {preset.preset}"
-        for name in CorePolicy.__struct_fields__
-        if getattr(chosen, name) != getattr(shipped, name)
-    }
-    for name, one in given.items():
+    shipped, chosen = CorePolicy().values(), preset.policy
+    origins = {name: f"preset {preset.preset}" for name, value in chosen.values().items() if value != shipped[name]}
+    for name, setting in given.items():
         group, *field = PROGRAM.settings[name].path
         if group == "policy":
-            origins[field[0]] = one.source
-    policy = msgspec.structs.replace(chosen, **values.pop("policy", {}))
+            origins[".".join(field)] = setting.source
+    policy = chosen.with_values(**values.pop("policy", {}))
     login = msgspec.structs.replace(preset.oidc, **values.pop("oidc", {}))
     settings = msgspec.structs.replace(preset, oidc=login, **values)
     site_rules = read_rules(Path(settings.policy_dir)) if settings.policy_dir else {}
@@ -449,6 +450,6 @@ def _read_private(path: str) -> bytes:
         if mode & 0o077:
             raise ConfigurationError(
                 f"the secret file {path} can be read by other users (mode {mode:04o}): `chmod 600 {path}`, "
-                "and make a new secret if somebody may have read it"
+                "and make a new secret if another user may have read it"
             )
         return file.read(4096).strip()

@@ -15,30 +15,15 @@ import typer
 from everstep.bearer_tokens import TokenRole, mint
 from everstep.command_line import Flags, Version, make_app, takes_settings
 from everstep.errors import ConfigurationError, EverstepError, exit_on_errors
-from everstep.log_lines import PlainLineFormatter
-from everstep.parent_process import die_with_parent, parent_pid
-from everstep.printable_text import printable_json
+from everstep.host.parent_process import die_with_parent, parent_pid
+from everstep.log_lines import JsonLineFormatter, PlainLineFormatter
 from everstep_controller.config import PROGRAM, ControllerSettings, load_settings, read_secrets
-
-
-class _JsonLines(logging.Formatter):
-    """Format each log record as one line of JSON."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        line = {"at": at, "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
-        line |= {
-            name: getattr(record, name) for name in ("node", "job", "generation", "trace") if hasattr(record, name)
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return printable_json(line)
 
 
 def _log_to_stderr() -> None:
     """Log plain lines to a terminal, and JSON lines elsewhere."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(PlainLineFormatter() if sys.stderr.isatty() else _JsonLines())
+    handler.setFormatter(PlainLineFormatter() if sys.stderr.isatty() else JsonLineFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO)
@@ -63,7 +48,7 @@ def serve(context: typer.Context, flags: Flags) -> None:
         settings = load_settings(flags, os.environ)
         if settings.die_with_parent:
             die_with_parent(context.obj)
-        from everstep_controller import serve_command
+        from everstep_controller.app import serve_command
 
         raise typer.Exit(serve_command.serve(settings))
 

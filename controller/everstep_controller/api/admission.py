@@ -84,7 +84,7 @@ class RequestReservation:
 
     def add_bytes(self, size: int) -> None:
         """Count ``size`` bytes of the response before they are sent. Raises RateLimited if too much is unsent."""
-        others = sum(one.bytes for one in self.admission.open[self.identity_key])
+        others = sum(response.bytes for response in self.admission.open[self.identity_key])
         if others and others + size > self.admission.max_bytes:
             self.admission.on_refused("bytes")
             role, subject = self.identity_key

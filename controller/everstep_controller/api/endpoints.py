@@ -22,15 +22,16 @@ from everstep.log_lines import shortened
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.agent import MAX_BODY_BYTES
 from everstep_controller.api.admission import STRANGER, AdmissionControl, RequestReservation, SliceScheduler
-from everstep_controller.api.auth import Authenticator, Headers, network_of
-from everstep_controller.api.routes import PARAMETER_CHOICES, PATH_PARAMETERS, QUERY_PARAMETERS, Route, RouteAccess
+from everstep_controller.api.routes import PARAMETER_CHOICES, PATH_PARAMETERS, QUERY_PARAMETERS, Route
+from everstep_controller.auth.authenticator import Authenticator, Headers, RouteAccess, network_of
+from everstep_controller.auth.peers import UNKNOWN_PEER, ConnectionPeer
 from everstep_controller.core import events as ev
-from everstep_controller.core.health.maintenance import planned_windows
+from everstep_controller.core.maintenance import planned_windows
 from everstep_controller.core.records import JobRecord, NodeRecord
 from everstep_controller.read_models import fleet_views
 from everstep_controller.read_models.prometheus import Metrics
 from everstep_controller.server import responses
-from everstep_controller.server.connections import READ_PAUSE_KEY, SCOPE_KEY, UNKNOWN_PEER, ConnectionPeer
+from everstep_controller.server.connections import READ_PAUSE_KEY, SCOPE_KEY
 
 READING = ["GET", "HEAD"]
 """Methods of a route that reads: health checks and caches use HEAD."""
@@ -56,7 +57,7 @@ def check_tag(request: Request, tag: Callable[[], str]) -> None:
     """Raise Outdated if If-Match names another state than ``tag``; call this inside the change's stimulus."""
     wanted = request.headers.get("if-match", "*")
     # Of a combined tag, only the part before the dot matters for orders.
-    if wanted != "*" and tag() not in [re.sub(r"\..*", '"', one) for one in tags(wanted)]:
+    if wanted != "*" and tag() not in [re.sub(r"\..*", '"', known_tag) for known_tag in tags(wanted)]:
         raise Outdated(
             "the resource has changed since you read it (If-Match): read it again, and repeat the request if it "
             "still applies"
@@ -307,10 +308,19 @@ def job_display_tag(job: op.JobDetail) -> str:
 def node_tag_parts(context: fleet_views.ViewContext, summaries: Iterable[op.NodeSummary]) -> list[Any]:
     """Return the parts of a page's tag: findings by their keys, no GPUs. Read the summaries in the same slice."""
     parts: list[Any] = []
-    for one in summaries:
-        record = context.state.nodes[one.node]
+    for summary in summaries:
+        record = context.state.nodes[summary.node]
         scheduling, health = record.scheduling, record.health
-        parts += (one.node, one.state, one.since, one.reason, one.job, one.domain, one.labels, one.hold_reason)
+        parts += (
+            summary.node,
+            summary.state,
+            summary.since,
+            summary.reason,
+            summary.job,
+            summary.domain,
+            summary.labels,
+            summary.hold_reason,
+        )
         parts += (scheduling.external_cordon_by, scheduling.maintenance_until, planned_windows(context.state, record))
         parts += (health.eviction_deferred_by, list(health.agent_findings), list(health.controller_findings))
         parts.append(record.identity.incarnation)

@@ -20,14 +20,13 @@ from everstep.wire.v1.operator_history import Evidence
 from everstep.wire.v1.training import GenerationSpec
 from everstep_controller.api import endpoints, stream
 from everstep_controller.api.admission import AdmissionControl, identity_key
-from everstep_controller.api.auth import Authenticator
 from everstep_controller.api.routes import PLAIN_ROUTES
+from everstep_controller.auth.authenticator import Authenticator
 from everstep_controller.core.health.offences import collect_evidence
 from everstep_controller.read_models import fleet_views
 from everstep_controller.server import responses
 from everstep_controller.store import reader
 from everstep_controller.store.reader import EventPage
-from everstep_controller.store.rows import decode_stored
 from everstep_controller.store.table_access import PREFIXES
 from everstep_controller.store.threads import DatabaseStore
 
@@ -53,7 +52,7 @@ class HistoryRoutes:
 
     context: fleet_views.ViewContext
     store: DatabaseStore
-    feed: stream.AuditFeed
+    feed: stream.EventFeed
     authenticator: Authenticator
     admission: AdmissionControl
     readers: stream.StreamReservations
@@ -63,7 +62,7 @@ class HistoryRoutes:
         query = responses.parse_query(request.scope)
         return await self._events(query, (query["kind"],) if query.get("kind") else ())
 
-    async def audit(self, request: Request, _who: Identity) -> op.EventList:
+    async def orders(self, request: Request, _who: Identity) -> op.EventList:
         return await self._events(responses.parse_query(request.scope), PREFIXES)
 
     async def _events(self, query: dict[str, str], kinds: tuple[str, ...]) -> op.EventList:
@@ -168,7 +167,7 @@ def _last_seen(header: str) -> int:
 
 
 def _finding(row: dict[str, Any]) -> operator_history.FindingRecord:
-    found = decode_stored(row["doc"], Finding)
+    found = msgspec.json.decode(row["doc"], type=Finding)
     return operator_history.FindingRecord(
         id=row["id"], node=row["node"], finding=found, raised_at=row["at"], cleared_at=row["cleared_at"]
     )
@@ -179,11 +178,11 @@ def _checkpoint(row: dict[str, Any]) -> operator_history.Checkpoint:
 
 
 def _verdict(doc: str) -> Verdict:
-    return decode_stored(doc, Verdict)
+    return msgspec.json.decode(doc, type=Verdict)
 
 
 def _generation(row: dict[str, Any]) -> GenerationSpec:
-    return msgspec.structs.replace(decode_stored(row["doc"], GenerationSpec), secret="")
+    return msgspec.structs.replace(msgspec.json.decode(row["doc"], type=GenerationSpec), secret="")
 
 
 class _RemediationDetails(msgspec.Struct):

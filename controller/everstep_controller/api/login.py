@@ -25,14 +25,15 @@ from everstep.errors import AuthenticationError, EverstepError, RateLimited
 from everstep.log_lines import LogThrottle
 from everstep.wire.v1 import operator as op
 from everstep_controller.api import endpoints, web_page
-from everstep_controller.api.auth import network_of
-from everstep_controller.api.credentials import Keyring
-from everstep_controller.api.identity_provider import IdentityProvider
 from everstep_controller.api.routes import PLAIN_ROUTES
+from everstep_controller.auth.authenticator import network_of
+from everstep_controller.auth.credentials import Keyring
+from everstep_controller.auth.identity_provider import IdentityProvider
+from everstep_controller.auth.peers import UNKNOWN_PEER, ConnectionPeer
 from everstep_controller.config import LOGIN_CALLBACK, OidcSettings
 from everstep_controller.runtime.rate_limits import TokenBuckets
 from everstep_controller.server import responses
-from everstep_controller.server.connections import SCOPE_KEY, UNKNOWN_PEER, ConnectionPeer
+from everstep_controller.server.connections import SCOPE_KEY
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +64,7 @@ def login_options(settings: OidcSettings) -> op.LoginOptions:
     )
 
 
-class _Pending(NamedTuple):
+class _PendingLogin(NamedTuple):
     """A login in progress: its random id, and what follows from it under one of the fleet's secrets."""
 
     id: str
@@ -115,7 +116,7 @@ class LoginRoutes:
         self._keyring.refresh(self._clock)
         secret = self._keyring.secrets[0]
         end = int(self._now() + LOGIN_TIMEOUT_S)
-        pending = _Pending(f"{secrets.token_hex(_ID_CHARS // 2)}.{end}", secret)
+        pending = _PendingLogin(f"{secrets.token_hex(_ID_CHARS // 2)}.{end}", secret)
         settings = self._settings
         target = oidc.authorization_url(
             metadata,
@@ -131,7 +132,7 @@ class LoginRoutes:
         return response
 
     async def finish(self, request: Request) -> Response:
-        """Log the person in whom the provider sends back, and open the page with a token."""
+        """Log in the person that the provider sends back, and open the page with a token."""
         try:
             self._count(LOGIN_CALLBACK, request)
             target = await self._finish(request)
@@ -183,12 +184,12 @@ class LoginRoutes:
             self._cookie, value, max_age=max_age_s, path=path, secure=self._is_secure, httponly=True, samesite="lax"
         )
 
-    def _pending(self, request: Request) -> _Pending:
+    def _pending(self, request: Request) -> _PendingLogin:
         """Return the login that this browser began. Raises AuthenticationError if there is none or it is over."""
         id, _, mac = request.cookies.get(self._cookie, "").rpartition(".")
         self._keyring.refresh(self._clock)
         for secret in self._keyring.secrets:
-            pending = _Pending(id, secret)
+            pending = _PendingLogin(id, secret)
             if hmac.compare_digest(mac.encode(), pending.proof("cookie").encode()):
                 if float(id.rpartition(".")[2]) < self._now():
                     break

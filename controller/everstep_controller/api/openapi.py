@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 
 from everstep import __version__
-from everstep.ids import with_portable_patterns
-from everstep_controller.api.routes import PATH_PARAMETERS, PLAIN_ROUTES, QUERY_PARAMETERS, ROUTES, Route, RouteAccess
+from everstep.ids import portable_json_schema
+from everstep_controller.api.routes import PATH_PARAMETERS, PLAIN_ROUTES, QUERY_PARAMETERS, ROUTES, Route
+from everstep_controller.auth.authenticator import RouteAccess
 from everstep_controller.server import responses
 
 _REF = "#/components/schemas/{name}"
@@ -135,9 +136,9 @@ def document() -> dict[str, Any]:
     return {
         "openapi": "3.1.0",
         "info": {"title": "Everstep controller", "version": __version__},
-        "paths": _for_generators(with_portable_patterns(paths)),
+        "paths": _for_generators(portable_json_schema(paths)),
         "components": {
-            "schemas": _for_generators(with_portable_patterns(components)),
+            "schemas": _for_generators(portable_json_schema(components)),
             "securitySchemes": {
                 "bearer": {"type": "http", "scheme": "bearer", "description": bearer},
                 "certificate": {"type": "mutualTLS", "description": name_in_certificate},

@@ -20,15 +20,16 @@ from everstep.wire.v1 import operator_history
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.operator_history import JobCheckpoints
 from everstep.wire.v1.receipts import JobReceipt
-from everstep_controller import rulebook
 from everstep_controller.api import endpoints
-from everstep_controller.api.credentials import ChangeContext, CredentialStore, public_credential
 from everstep_controller.api.endpoints import tag_of
 from everstep_controller.api.history import page_size
+from everstep_controller.api.job_output import DEFAULT_LINES, OutputReader
+from everstep_controller.auth.credentials import ChangeContext, CredentialStore, public_credential
 from everstep_controller.core import effects as fx
 from everstep_controller.core import events as ev
 from everstep_controller.core.checkpoints.restore_points import compute_restorability, list_checkpoints
 from everstep_controller.journal.policy_replay import PolicyTrialRunner
+from everstep_controller.policy import rulebook
 from everstep_controller.read_models import fleet_views
 from everstep_controller.read_models.fleet_views import MAX_PAGE_SIZE, ProgressRecorder
 from everstep_controller.read_models.receipts import EVICTIONS, RestartModel, make_receipt, mistaken_traces
@@ -36,7 +37,6 @@ from everstep_controller.runtime.loop import FleetLoop
 from everstep_controller.runtime.transaction import Transaction, new_trace
 from everstep_controller.server import responses
 from everstep_controller.store import reader
-from everstep_controller.store.rows import decode_stored
 from everstep_controller.store.threads import DatabaseStore
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class CredentialRoutes:
-    """Handlers of ``CREDENTIAL_ROUTES``. Each change is one stimulus, together with its audit entry."""
+    """Handlers of ``CREDENTIAL_ROUTES``. Each change is one stimulus, together with its entry in the event log."""
 
     loop: FleetLoop
     store: CredentialStore
@@ -166,6 +166,7 @@ class OperatorRoutes:
     loop: FleetLoop
     store: DatabaseStore
     recorder: ProgressRecorder
+    output: OutputReader
 
     # --- queries
 
@@ -203,7 +204,7 @@ class OperatorRoutes:
         if endpoints.is_known(request, tag):
             return endpoints.TaggedAnswer(detail, tag)
         docs = await self.store.query(lambda held: reader.newest_verdicts(held, node, MAX_VERDICTS_IN_DETAIL))
-        verdicts = tuple(decode_stored(doc, Verdict) for doc in docs)
+        verdicts = tuple(msgspec.json.decode(doc, type=Verdict) for doc in docs)
         return endpoints.TaggedAnswer(msgspec.structs.replace(detail, verdicts=verdicts), tag)
 
     async def node_gpus(self, request: Request, _who: Identity) -> op.NodeGpus:
@@ -236,7 +237,7 @@ class OperatorRoutes:
         """Return the job with its newest recoveries, the last of which may not be complete."""
         detail = fleet_views.job_detail(self.context, job)
         docs = await self.store.query(lambda held: reader.newest_recoveries(held, job, max_recoveries))
-        recoveries = [decode_stored(doc, op.GenerationRecovery) for doc in docs]
+        recoveries = [msgspec.json.decode(doc, type=op.GenerationRecovery) for doc in docs]
         current = self.loop.read_models.recoveries.current(self.context.job(job))
         if current is not None and current.duration_s is None:
             recoveries.append(current)
@@ -253,7 +254,7 @@ class OperatorRoutes:
         names = RestartModel.__struct_fields__
         model = RestartModel(**{name: float(query[name]) for name in names if name in query})
         detail = await self._job_detail(job, MAX_RECOVERIES_IN_RECEIPT)
-        traces = {one.trace for one in detail.recoveries if one.decided_at <= until}
+        traces = {recovery.trace for recovery in detail.recoveries if recovery.decided_at <= until}
         decisions = [str(decision) for decision in EVICTIONS]
         docs, later = await self.store.query(
             lambda held: (
@@ -261,8 +262,8 @@ class OperatorRoutes:
                 reader.verdicts_of_decision(held, Decision.CORRELATED, since=detail.created_at, until=until),
             )
         )
-        verdicts = [decode_stored(doc, Verdict) for doc in docs]
-        rolled_back = [decode_stored(doc, Verdict) for doc in later]
+        verdicts = [msgspec.json.decode(doc, type=Verdict) for doc in docs]
+        rolled_back = [msgspec.json.decode(doc, type=Verdict) for doc in later]
         await endpoints.yield_to_agents(request)
         record, nodes = self.context.job(job), self.context.state.nodes
         return make_receipt(
@@ -285,6 +286,12 @@ class OperatorRoutes:
 
     async def job_checkpoints(self, request: Request, _who: Identity) -> JobCheckpoints:
         return list_checkpoints(self.context.state, self.context.job(request.path_params["job"]))
+
+    async def job_output(self, request: Request, _who: Identity) -> op.JobOutput:
+        query, job = responses.parse_query(request.scope), self.context.job(request.path_params["job"])
+        rank = responses.int_parameter(query, "rank", 0) if "rank" in query else None
+        lines = responses.int_parameter(query, "lines", DEFAULT_LINES)
+        return await self.output.read(job.job, job.generation, rank, lines)
 
     async def probes(self, request: Request, _who: Identity) -> endpoints.TaggedAnswer:
         query, probes = responses.parse_query(request.scope), self.loop.read_models.probes
@@ -340,11 +347,15 @@ class OperatorRoutes:
 
         def stimulus(tx: Transaction, now: float) -> op.ChangeResult:
             endpoints.check_tag(request, lambda: endpoints.subject_tag(self.context, command))
-            before = len(tx.audit)
+            before = len(tx.event_log)
             tx.handle(command, now)
-            sentences = list(dict.fromkeys(row.sentence for row in tx.audit[before:]))
+            sentences = list(dict.fromkeys(row.sentence for row in tx.event_log[before:]))
             # An order's own text recurs in what followed from it.
-            different = [one for one in sentences if not any(one != other and one in other for other in sentences)]
+            different = [
+                sentence
+                for sentence in sentences
+                if not any(sentence != other and sentence in other for other in sentences)
+            ]
             return op.ChangeResult(trace=command.trace, sentence="; ".join(different)[:4096])
 
         return await self.loop.submit(stimulus)

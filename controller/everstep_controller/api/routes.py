@@ -8,24 +8,13 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import msgspec
 
 from everstep.bearer_tokens import TokenRole
-from everstep.ids import JobId, NodeId, NonNegativeInt, TraceId, full_match
+from everstep.ids import JobId, NodeId, NonNegativeInt, Rank, TraceId, full_match
 from everstep.vocabulary import Decision, JobState, NodeState, Verdict
 from everstep.wire.v1 import enrolment
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1 import operator_history as history
 from everstep.wire.v1.receipts import JobReceipt
-
-
-class RouteAccess(StrEnum):
-    """The token that a route requires."""
-
-    AGENT = "the node's agent"
-    READ = "a viewer or an operator"
-    JOB = "a viewer, an operator, or the job's trainers"
-    CHANGE = "an operator"
-    JOIN = "a node that joins"
-    OPEN = "nobody"
-
+from everstep_controller.auth.authenticator import RouteAccess
 
 READ, JOB, CHANGE = RouteAccess.READ, RouteAccess.JOB, RouteAccess.CHANGE
 REASON = op.ReasonOnlyRequest
@@ -61,6 +50,8 @@ QUERY_PARAMETERS: dict[str, Any] = {
     **dict.fromkeys(("newest", "active", "verified", "local"), bool),
     **dict.fromkeys(("after", "limit"), NonNegativeInt),
     **dict.fromkeys(("since", "until", "restart_s"), Seconds),
+    "rank": Rank,
+    "lines": Annotated[int, msgspec.Meta(ge=1, le=200)],
     "checkpoint_interval_s": Annotated[float, msgspec.Meta(ge=1, le=1e12)],
     "trace": TraceId,
     "cursor": Annotated[str, msgspec.Meta(max_length=256)],
@@ -153,6 +144,14 @@ OPERATOR_ROUTES: dict[str, Route] = {
         "until checkpoint_interval_s restart_s",
         JOB,
     ),
+    # What a script prints may hold secrets, so viewers, such as dashboards, may not read it.
+    "job_output": _read(
+        "/v1/jobs/{job}/output",
+        op.JobOutput,
+        "The last lines that a job's ranks printed, if their launchers run on the controller's machine.",
+        "rank lines",
+        CHANGE,
+    ),
     "probes": _tagged("/v1/probes", op.ProbeList, "The newest probes, in pages.", "node limit cursor"),
     "probe": _read("/v1/probes/{probe}", op.ProbeStatus, "One probe."),
     "start_probe": _change(
@@ -183,10 +182,10 @@ OPERATOR_ROUTES: dict[str, Route] = {
 HISTORY_ROUTES: dict[str, Route] = {
     "generations": _read("/v1/generations", op.GenerationList, "Rosters, oldest first.", "job limit cursor", JOB),
     "events": _read(
-        "/v1/events", op.EventList, "The audit log.", "after limit trace node job kind since until newest", JOB
+        "/v1/events", op.EventList, "The event log.", "after limit trace node job kind since until newest", JOB
     ),
-    "audit": _read(
-        "/v1/audit", op.EventList, "Orders of people, and their reasons.", "after limit node job since until newest"
+    "orders": _read(
+        "/v1/orders", op.EventList, "Orders of people, and their reasons.", "after limit node job since until newest"
     ),
     "findings": _read("/v1/findings", history.FindingList, "Findings, in pages.", "node kind active limit cursor"),
     "verdicts": _read("/v1/verdicts", history.VerdictList, "Verdicts, in pages.", "node decision limit cursor"),
@@ -266,7 +265,7 @@ ROUTES: dict[str, Route] = {**OPERATOR_ROUTES, **HISTORY_ROUTES, **POLICY_ROUTES
 """Every route whose answer is a message."""
 
 PLAIN_ROUTES: dict[str, Route] = {
-    "stream": _read("/v1/events/stream", None, "New entries of the audit log as server-sent events.", "after"),
+    "stream": _read("/v1/events/stream", None, "New entries of the event log as server-sent events.", "after"),
     "metrics": _read("/metrics", None, "Metrics in Prometheus' text format."),
     "health": _read("/healthz", None, "Whether the process runs.", access=RouteAccess.OPEN),
     "ready": _read("/readyz", None, "Whether the controller serves.", access=RouteAccess.OPEN),

@@ -1,4 +1,4 @@
-"""Stream the audit log as server-sent events, from recent rows in memory and older rows in the store."""
+"""Stream the event log as server-sent events, from recent rows in memory and older rows in the store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from everstep.wire.v1.operator import Event, EventGap
 from everstep_controller.api.admission import IdentityKey, identity_key
 from everstep_controller.server.connections import CLOSE_CONNECTION_KEY
 from everstep_controller.store.reader import EventPage
-from everstep_controller.store.rows import AuditRow
+from everstep_controller.store.rows import EventLogRow
 
 MAX_STREAMS_PER_IDENTITY = 8
 """Streams of one identity, such as a wall of displays that share a token."""
@@ -55,12 +55,12 @@ class StreamReservations:
     @property
     def buffered_bytes(self) -> int:
         """Encoded bytes that readers have not taken yet."""
-        return sum(one.buffered_bytes for one in self.open)
+        return sum(stream.buffered_bytes for stream in self.open)
 
     def reserve(self, identity: Identity) -> StreamReservation:
         """Reserve a stream; the caller must release it. Raises RateLimited if there are too many."""
         who = identity_key(identity)
-        if sum(one.who == who for one in self.open) >= MAX_STREAMS_PER_IDENTITY:
+        if sum(stream.who == who for stream in self.open) >= MAX_STREAMS_PER_IDENTITY:
             raise RateLimited(
                 f"{identity.role} {identity.subject} reads {MAX_STREAMS_PER_IDENTITY} event streams already, the most "
                 "allowed: close one, or use another token",
@@ -97,28 +97,28 @@ Read = Callable[[int], Awaitable[EventPage]]
 """Returns a page of stored events after an id."""
 
 
-def event_of(row: AuditRow) -> Event:
+def event_of(row: EventLogRow) -> Event:
     """Return the row as shown to operators."""
     detail = msgspec.json.decode(row.detail, type=dict[str, str])
     return Event(**(msgspec.structs.asdict(row) | {"detail": detail}))
 
 
-def frame_of(row: AuditRow) -> bytes:
+def frame_of(row: EventLogRow) -> bytes:
     """Return the row's frame."""
-    return b"id: %d\nevent: audit\ndata: %s\n\n" % (row.id, msgspec.json.encode(event_of(row)))
+    return b"id: %d\nevent: entry\ndata: %s\n\n" % (row.id, msgspec.json.encode(event_of(row)))
 
 
-class AuditFeed:
+class EventFeed:
     """The newest committed rows, and a signal for more."""
 
     def __init__(self, newest: int) -> None:
         self.newest = newest
-        self._rows: deque[AuditRow] = deque(maxlen=ROWS_IN_MEMORY)
+        self._rows: deque[EventLogRow] = deque(maxlen=ROWS_IN_MEMORY)
         self._frames: dict[int, bytes] = {}
         self._more = asyncio.Event()
         self.closed = False
 
-    def publish(self, rows: list[AuditRow]) -> None:
+    def publish(self, rows: list[EventLogRow]) -> None:
         """Publish rows that were just committed, in order."""
         if not rows:
             return
@@ -126,7 +126,7 @@ class AuditFeed:
         self.newest = rows[-1].id
         self._wake()
 
-    def frame(self, row: AuditRow) -> bytes:
+    def frame(self, row: EventLogRow) -> bytes:
         """Return a row's frame, which is encoded once for all streams that follow closely."""
         frame = self._frames.get(row.id)
         if frame is None:
@@ -144,7 +144,7 @@ class AuditFeed:
         self._more.set()
         self._more = asyncio.Event()
 
-    def since(self, after: int) -> list[AuditRow] | None:
+    def since(self, after: int) -> list[EventLogRow] | None:
         """Return the first FRAME_ROWS rows after ``after``, or None if memory does not reach back that far."""
         if after >= self.newest:
             return []
@@ -207,10 +207,10 @@ class EventStream(StreamingResponse):
 
 
 def joined_frames(
-    rows: Iterable[AuditRow],
+    rows: Iterable[EventLogRow],
     after: int = 0,
     deleted_through: int = 0,
-    encode: Callable[[AuditRow], bytes] = frame_of,
+    encode: Callable[[EventLogRow], bytes] = frame_of,
 ) -> Iterator[bytes]:
     """Yield the rows' frames, joined up to FRAME_BYTES and FRAME_ROWS, with a gap wherever rows were deleted."""
     joined, count = bytearray(), 0
@@ -234,7 +234,7 @@ def _gap(after: int, through: int, reason: Literal["deleted", "unknown"], senten
     return b"id: %d\nevent: gap\ndata: %s\n\n" % (through, msgspec.json.encode(gap))
 
 
-async def event_frames(feed: AuditFeed, after: int, read: Read) -> AsyncIterator[bytes]:
+async def event_frames(feed: EventFeed, after: int, read: Read) -> AsyncIterator[bytes]:
     """Yield events after ``after``, with gaps, then new ones until the feed closes or the database cannot be read."""
     yield b"retry: %d\n\n" % RETRY_MS
     try:
@@ -244,7 +244,7 @@ async def event_frames(feed: AuditFeed, after: int, read: Read) -> AsyncIterator
         yield b"retry: %d\n: further events cannot be read now, reconnect later\n\n" % OUTAGE_RETRY_MS
 
 
-async def _following(feed: AuditFeed, after: int, read: Read) -> AsyncIterator[bytes]:
+async def _following(feed: EventFeed, after: int, read: Read) -> AsyncIterator[bytes]:
     if after > feed.newest:
         known = await read(after)
         if after > known.newest:  # otherwise the event is durable, and about to be published

@@ -71,8 +71,8 @@ class PutVerdict(msgspec.Struct, frozen=True, tag=True):
     verdict: Verdict
 
 
-class AuditEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One entry of the append-only audit log."""
+class EventLogEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """One entry of the append-only event log."""
 
     kind: str
     """Kind of the entry, such as ``database.unavailable``."""
@@ -86,10 +86,10 @@ class AuditEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     data: dict[str, str] = {}
 
 
-class Audit(msgspec.Struct, frozen=True, tag=True):
-    """Append to the audit log."""
+class AppendToEventLog(msgspec.Struct, frozen=True, tag=True):
+    """Append to the event log."""
 
-    entry: AuditEntry
+    entry: EventLogEntry
 
 
 class Send(msgspec.Struct, frozen=True, tag=True):
@@ -166,7 +166,7 @@ Effect = (
     | PutGeneration
     | PutVersion
     | PutVerdict
-    | Audit
+    | AppendToEventLog
     | Send
     | RecordFindingRaised
     | RecordFindingCleared
@@ -198,7 +198,7 @@ def describe(effects: Iterable[Effect]) -> Iterator[str]:
             one = effect.remediation
             yield f"remediation {one.id} ({one.kind} {one.node}): {one.sentence}"
         elif (
-            isinstance(effect, Audit)
+            isinstance(effect, AppendToEventLog)
             and effect.entry.kind != "generation"
             and not effect.entry.kind.startswith("verdict.")
         ):

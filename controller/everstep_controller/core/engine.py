@@ -11,20 +11,21 @@ from everstep.errors import Unavailable
 from everstep.vocabulary import Finding, GenerationReason, JobState, NodeState, Severity
 from everstep.wire.v1 import training
 from everstep.wire.v1.vault_reports import VersionProtected, VersionSpilled
-from everstep_controller.core import events, orders, retirement
-from everstep_controller.core.checkpoints.commits import check_candidate
-from everstep_controller.core.checkpoints.parity import check_protection, handle_version_protected
-from everstep_controller.core.checkpoints.storage import check_spill, handle_version_spilled
+from everstep_controller.core import events, maintenance, orders, retirement
+from everstep_controller.core.checkpoints.commits import replace_late_candidate
+from everstep_controller.core.checkpoints.parity import advance_protection, handle_version_protected
+from everstep_controller.core.checkpoints.storage import advance_spill, handle_version_spilled
 from everstep_controller.core.effects import Effect
-from everstep_controller.core.health import audit_outcomes, case_outcomes, findings, maintenance, node_state, quarantine
-from everstep_controller.core.health.audits import handle_audits_clean
-from everstep_controller.core.health.eviction import check_deferred_scope
+from everstep_controller.core.health import node_state, quarantine
+from everstep_controller.core.health.eviction import reconsider_deferred_scope
 from everstep_controller.core.jobs import ending, generations, hangs, joining, leaving, lifecycle, losses
 from everstep_controller.core.jobs.generations import RegroupCause
 from everstep_controller.core.jobs.hangs import settle_pending_regroup
-from everstep_controller.core.liveness import node_liveness, registration
+from everstep_controller.core.judgement import audit_outcomes, case_outcomes, findings
+from everstep_controller.core.judgement.audits import handle_audits_clean
+from everstep_controller.core.liveness import node_liveness, peer_loss, registration, rejoin
 from everstep_controller.core.liveness.correlation import announce_correlated_silence
-from everstep_controller.core.liveness.node_liveness import observer_stall_s, record_message
+from everstep_controller.core.liveness.suspicion import observer_stall_s, record_message
 from everstep_controller.core.records import DIAGNOSTICS_DONE, JobRecord, NodeRecord
 from everstep_controller.core.startup import handle_controller_started
 from everstep_controller.core.state import DeadlineKind, FleetState, NodeRuntime, ScopeKind
@@ -138,7 +139,7 @@ def _needs_transition(state: FleetState, record: NodeRecord, live: NodeRuntime) 
         return True
     if record.state is not NodeState.PROBATION or record.quarantine.diagnostics not in DIAGNOSTICS_DONE:
         return False
-    return live.heartbeats.clean_heartbeats + 1 >= state.policy.probation_heartbeats
+    return live.heartbeats.clean_heartbeats + 1 >= state.policy.readmission.probation_heartbeats
 
 
 def _reject_invalid(state: FleetState, event: events.Event, now: float) -> None:
@@ -172,46 +173,46 @@ def _handle_tick(transition: Transition, event: events.Tick) -> None:
         state.observer.receiving_since = transition.now
     transition.is_uneventful = state.observer_lag_s == 0.0
     for recorded in transition.recorded_checks or ():
-        _check_deadline(transition, recorded.kind, recorded.subject)
+        _handle_deadline(transition, recorded.kind, recorded.subject)
     most = len(state.deadlines)
     while due := list(itertools.islice(iter(lambda: pop_due(state, transition.now), None), most)):
         most -= len(due)
         for kind, subject in sorted(due, key=lambda one: _DEADLINE_PRIORITY.get(one[0], len(_DEADLINE_PRIORITY))):
             if transition.recorded_checks is None or kind is not DeadlineKind.SILENCE:
-                _check_deadline(transition, kind, subject)
+                _handle_deadline(transition, kind, subject)
 
 
-def _check_deadline(transition: Transition, kind: DeadlineKind, subject: str) -> None:
+def _handle_deadline(transition: Transition, kind: DeadlineKind, subject: str) -> None:
     if kind in _NODE_OR_JOB and subject not in transition.state.nodes and subject not in transition.state.jobs:
         return  # the subject is forgotten
     before = len(transition.reads)
     transition.reads.append(DeadlineCheck(subject, kind))
-    if _DEADLINE_CHECKS[kind](transition, subject):
+    if _DEADLINE_HANDLERS[kind](transition, subject):
         del transition.reads[before:]
     else:
         transition.is_uneventful = False
 
 
-def _check_job(transition: Transition, name: str) -> None:
+def _advance_job(transition: Transition, name: str) -> None:
     job, live = transition.state.jobs[name], transition.state.job_runtime[name]
     live.regroup.node_offered_at = None
-    audit_outcomes.check_audit_cases(transition, job)
+    audit_outcomes.judge_audit_cases(transition, job)
     if job.is_ended:
         return
     if job.status.state is JobState.PAUSED or leaving.leaving_launchers(job):
-        check_spill(transition, job)
+        advance_spill(transition, job)
         leaving.settle(transition, job)
         if job.is_running:
             return
     if job.is_running:
         if live.regroup.pending is not None and transition.now >= live.regroup.pending.due:
             settle_pending_regroup(transition, job)
-        generations.check_boundary(transition, job)
-        check_candidate(transition, job)
-        lifecycle.check_replica_nodes(transition, job)
-        check_spill(transition, job)
-        check_protection(transition, job)
-    lifecycle.check_job(transition, job)
+        generations.settle_boundary(transition, job)
+        replace_late_candidate(transition, job)
+        lifecycle.skip_failing_replica_nodes(transition, job)
+        advance_spill(transition, job)
+        advance_protection(transition, job)
+    lifecycle.advance_job(transition, job)
 
 
 def _handle_heartbeat(transition: Transition, event: events.HeartbeatChanged) -> None:
@@ -266,7 +267,7 @@ def _handle_database_change(transition: Transition, event: events.DatabaseAvaila
         begins, state.database_outage = not state.database_outage, event.reason or "it does not answer"
         if begins:
             state.database_outage_since = transition.now
-            transition.audit(
+            transition.log_event(
                 "database.unavailable",
                 f"the database is unavailable ({state.database_outage}): running jobs continue and regroup; until it "
                 "is back, no node is evicted, no version is committed, no job starts and no order is accepted",
@@ -274,7 +275,7 @@ def _handle_database_change(transition: Transition, event: events.DatabaseAvaila
         for name in event.unsent_jobs:
             _reissue_generation(transition, name)
     elif state.database_outage:
-        transition.audit(
+        transition.log_event(
             "database.available", f"the database is available again (it was unavailable: {state.database_outage})"
         )
         state.database_outage = ""
@@ -321,7 +322,7 @@ def _handle_report(transition: Transition, event: events.ReportArrived) -> None:
 _REPORTS: dict[type[Any], Callable[[Transition, JobRecord, str, Any], None]] = {
     training.LauncherLeft: losses.handle_launcher_left,
     training.LauncherLeaving: leaving.handle_launcher_leaving,
-    training.PeerConnectionLost: node_liveness.handle_peer_lost,
+    training.PeerConnectionLost: peer_loss.handle_peer_lost,
     training.RankLost: leaving.unless_leaving(losses.handle_rank_lost),
     training.CollectiveFailed: leaving.unless_leaving(losses.handle_collective_failed),
     training.RankStalled: leaving.unless_leaving(hangs.handle_rank_stalled),
@@ -343,8 +344,8 @@ PHASES: tuple[Callable[[Transition], None], ...] = (
     # A node that entered probation, above or in the event, has its findings judged before its first diagnostic.
     findings.judge_returning_nodes,
     # A heartbeat is clean only if no finding of the same event stands against its node.
-    quarantine.check_seen_on_probation,
-    # The check above may find nodes that are about to become healthy with a finding.
+    quarantine.reconsider_seen_on_probation,
+    # The step above may find nodes that are about to become healthy with a finding.
     findings.judge_returning_nodes,
     # Nodes that were lost together cost each job one regroup.
     losses.regroup_after_losses,
@@ -358,24 +359,24 @@ PHASES: tuple[Callable[[Transition], None], ...] = (
 """Steps that follow the handling of each event, in this order."""
 
 
-def _for_fleet(check: Callable[[Transition], None]) -> Callable[[Transition, str], None]:
-    return lambda transition, _fleet: check(transition)
+def _for_fleet(handle: Callable[[Transition], None]) -> Callable[[Transition, str], None]:
+    return lambda transition, _fleet: handle(transition)
 
 
-_DEADLINE_CHECKS: dict[DeadlineKind, Callable[[Transition, str], bool | None]] = {
-    DeadlineKind.SILENCE: node_liveness.check_silence,
+_DEADLINE_HANDLERS: dict[DeadlineKind, Callable[[Transition, str], bool | None]] = {
+    DeadlineKind.SILENCE: node_liveness.handle_silence_deadline,
     DeadlineKind.MAINTENANCE: _for_fleet(maintenance.begin_due_windows),
-    DeadlineKind.NODE: node_liveness.check_node,
-    DeadlineKind.NODE_TREATMENT: case_outcomes.check_node_treatment,
-    DeadlineKind.PROBE: case_outcomes.check_probe_deadline,
-    DeadlineKind.BLAME_CASE: case_outcomes.check_blame_case,
-    DeadlineKind.JOB: _check_job,
+    DeadlineKind.NODE: node_liveness.handle_node_deadline,
+    DeadlineKind.NODE_TREATMENT: case_outcomes.advance_treatment,
+    DeadlineKind.PROBE: case_outcomes.settle_overdue_probe,
+    DeadlineKind.BLAME_CASE: case_outcomes.advance_blame_case,
+    DeadlineKind.JOB: _advance_job,
     DeadlineKind.CORRELATED_SILENCE: _for_fleet(announce_correlated_silence),
-    DeadlineKind.REJOIN_WINDOW: _for_fleet(node_liveness.end_rejoin_window),
-    DeadlineKind.DEFERRED_EVICTIONS: check_deferred_scope,
+    DeadlineKind.REJOIN_WINDOW: _for_fleet(rejoin.end_rejoin_window),
+    DeadlineKind.DEFERRED_EVICTIONS: reconsider_deferred_scope,
     DeadlineKind.RETENTION: _for_fleet(retirement.apply_retention),
 }
-"""The check of each kind of deadline. True means that nothing follows from it: the node was heard in time."""
+"""The handler of each kind of deadline. It returns True if nothing follows: the node was heard in time."""
 
 _EVENTS: dict[type[Any], Callable[[Transition, Any], None]] = {
     events.ControllerStarted: handle_controller_started,

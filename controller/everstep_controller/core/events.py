@@ -155,7 +155,7 @@ class OperatorCommand(EventBase, frozen=True, kw_only=True, tag=True):
     action: OperatorAction
     actor: str
     reason: str = ""
-    """The person's reason; kept in the audit log."""
+    """The person's reason; kept in the event log."""
     node: NodeId | None = None
     job: JobId | None = None
     node_limit: int | None = None

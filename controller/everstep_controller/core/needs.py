@@ -15,9 +15,9 @@ from everstep.wire.v1.operator import Need
 from everstep_controller.core.health.eviction import describe_deferral
 from everstep_controller.core.health.node_state import REMEDIATION_KINDS, out_of_service_reason, was_dry_run
 from everstep_controller.core.health.outbreaks import active_outbreaks, signature, spared_findings_of
-from everstep_controller.core.jobs.membership import is_computing
 from everstep_controller.core.policy import describe_action
 from everstep_controller.core.records import IN_SERVICE, JobRecord, NodeRecord, UndecidedReason
+from everstep_controller.core.seats.membership import is_computing
 from everstep_controller.core.state import FleetState, ScopeKind
 
 LOST_PATIENCE_S = 600.0
@@ -48,7 +48,7 @@ class NeedKind(StrEnum):
     REPAIR = "repair"
     LOST = "lost"
     DRY_RUN = "dry_run"
-    """A remediation that only the dry run received, so nobody was asked to carry it out."""
+    """A remediation that only the dry run received, so it is not carried out."""
 
 
 def list_needs(state: FleetState, now: float) -> list[Need]:
@@ -94,15 +94,15 @@ def _fleet_needs(state: FleetState) -> Iterator[Need]:
             "Find the cause, then reset the breaker.",
             "everstep reset-breaker --reason WHY",
         )
-    for one in active_outbreaks(state):
+    for outbreak in active_outbreaks(state):
         yield _need(
             NeedKind.OUTBREAK,
-            one.name,
-            one.since,
-            one.sentence(len(state.nodes)),
-            f"{one.advice()}.",
+            outbreak.name,
+            outbreak.since,
+            outbreak.sentence(len(state.nodes)),
+            f"{outbreak.advice()}.",
             "everstep nodes --state outbreak",
-            finding=one.name,
+            finding=outbreak.name,
         )
 
 
@@ -249,7 +249,7 @@ class ManualStep(NamedTuple):
 
 
 def _quarantine_needs(state: FleetState, record: NodeRecord, now: float) -> Iterator[Need]:
-    """Yield at most one need of a quarantined node: a manual next step, or a remediation that nobody was asked for."""
+    """Yield at most one need of a quarantined node: a manual step, or a remediation that only the dry run received."""
     node, dry = record.node, _dry_run_note(record)
     if (step := _manual_step(state, record, now)) is not None:
         reason = f"{node} waits for a person: {'; '.join(filter(None, (step.reason, dry)))}. {record.sentence}"
@@ -275,9 +275,9 @@ def _manual_step(state: FleetState, record: NodeRecord, now: float) -> ManualSte
         return None
     action = plan.ladder[plan.ladder_step]
     if action is Action.REPAIR or action in REMEDIATION_KINDS:
-        if state.policy.remediation_mode is Mode.ENFORCE:
+        if state.policy.remediation.mode is Mode.ENFORCE:
             return None
-        reason = f"its next step is manual: {describe_action(action)} (remediation_mode is {_mode(state)})"
+        reason = f"its next step is manual: {describe_action(action)} (remediation.mode is {_mode(state)})"
         advice = f"Take this step by hand. {node} returns by itself once its findings clear."
         return ManualStep(reason, advice, look)
     if now - record.since < CLEARING_PATIENCE_S:
@@ -286,7 +286,7 @@ def _manual_step(state: FleetState, record: NodeRecord, now: float) -> ManualSte
 
 
 def _mode(state: FleetState) -> str:
-    return str(state.policy.remediation_mode)
+    return str(state.policy.remediation.mode)
 
 
 def _dry_run_note(record: NodeRecord) -> str:
@@ -296,7 +296,7 @@ def _dry_run_note(record: NodeRecord) -> str:
         missed.append("to reset or reboot it")
     if record.scheduling.cordon_id and record.scheduling.is_cordon_dry_run:
         missed.append("to repair it" if record.state is NodeState.REPAIR else "to keep other work away from it")
-    return f"nobody was asked {' or '.join(missed)} (remediation_backend is dry_run)" if missed else ""
+    return f"no system was asked {' or '.join(missed)} (remediation_backend is dry_run)" if missed else ""
 
 
 def _repair_need(record: NodeRecord) -> Need:

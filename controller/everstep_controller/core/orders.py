@@ -6,19 +6,18 @@ from collections.abc import Callable
 
 from everstep.errors import Conflict, NotFound
 from everstep.vocabulary import Action, Decision, GenerationReason, NodeState
-from everstep_controller.core import retirement
+from everstep_controller.core import maintenance, retirement
 from everstep_controller.core.events import OperatorAction, OperatorCommand, ProbeRequested
-from everstep_controller.core.health import maintenance, offences
+from everstep_controller.core.health import offences
 from everstep_controller.core.health.diagnostics import start_probe
 from everstep_controller.core.health.eviction import drop_deferral, find_job_short_of_nodes, reset_breaker
 from everstep_controller.core.health.node_state import send_to_repair, set_state
-from everstep_controller.core.health.offences import clear_controller_findings
 from everstep_controller.core.health.quarantine import begin_probation, begin_quarantine
 from everstep_controller.core.jobs import ending, lifecycle
 from everstep_controller.core.jobs.generations import RegroupCause
-from everstep_controller.core.jobs.job_index import clear_exclusion, offer_to_jobs
 from everstep_controller.core.jobs.losses import regroup_jobs_without
 from everstep_controller.core.records import QUARANTINE_STATES
+from everstep_controller.core.seats.job_index import clear_exclusion, offer_to_jobs
 from everstep_controller.core.state import FleetState
 from everstep_controller.core.transition import Transition
 from everstep_controller.core.wording import format_node_count
@@ -105,7 +104,7 @@ def execute_command(transition: Transition, command: OperatorCommand) -> None:
     because = f": {command.reason}" if command.reason else ""
     sentence = f"{command.actor} ordered {_describe_command(command, transition.now)}{because}"
     data = {"actor": command.actor, "reason": command.reason}
-    transition.audit(f"operator.{command.action}", sentence, node=command.node, job=command.job, data=data)
+    transition.log_event(f"operator.{command.action}", sentence, node=command.node, job=command.job, data=data)
     if command.action is OperatorAction.RESET_BREAKER:
         reset_breaker(transition)
     elif command.job is not None and command.action is OperatorAction.STOP_JOB:
@@ -142,7 +141,7 @@ def execute_probe(transition: Transition, request: ProbeRequested) -> None:
     """Run a probe that judges no node."""
     because = f": {request.reason}" if request.reason else ""
     sentence = f"{request.actor} ordered a probe of {', '.join(request.nodes)}{because}"
-    transition.audit("operator.probe", sentence, data={"actor": request.actor, "reason": request.reason})
+    transition.log_event("operator.probe", sentence, data={"actor": request.actor, "reason": request.reason})
     start_probe(transition, request.nodes, tested_node=None, backend=request.backend)
 
 
@@ -178,7 +177,7 @@ def _readmit(transition: Transition, node: str, sentence: str) -> None:
     record.quarantine.needs_operator, record.quarantine.probe_failures = False, 0
     record.health.defective_gpus, record.health.digest_tie_nodes, record.liveness.loss_times = [], [], []
     record.audits.strikes = []
-    clear_controller_findings(transition, node)
+    transition.clear_findings(node)
     record.scheduling.hold_reason, record.health.undecided_findings = "", {}
     record.health.accepted_findings = list(record.health.agent_findings)
     if record.state is NodeState.REPAIR:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
@@ -142,7 +144,7 @@ class Rulebook(msgspec.Struct, frozen=True):
             if rule.matches(finding):
                 return rule
         raise AssertionError(
-            f"no rule for {finding.kind}: the core's policy needs a rulebook (everstep_controller.rulebook)"
+            f"no rule for {finding.kind}: the core's policy needs a rulebook (everstep_controller.policy.rulebook)"
         )
 
     def default_rule(self, kind: FindingKind) -> VerdictRule:
@@ -208,10 +210,9 @@ def describe_action(action: Action) -> str:
     return "drain until it clears" if action is Action.DRAIN else action.replace("_", " ")
 
 
-class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of the core, with defaults for fleets; ``lab_preset()`` suits one machine and tests."""
+class LivenessPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When nodes are suspected and lost, and how long a job waits for their return."""
 
-    # liveness
     suspect_after_s: float = 5.0
     """Minimum seconds of silence before a node is suspected. Heartbeats come every second: shorter suspects a node for
     a few lost packets, longer delays the detection of silent failures. A node with long recent pauses is allowed twice
@@ -242,41 +243,39 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     heartbeats every second."""
     rejoin_window_max_s: float = 30.0
     """Maximum seconds after the start for that wait."""
-    correlated_silence_share: float = 0.3
+    flap_count: int = 5
+    """Losses of a node by itself inside ``flap_window_s`` after which it is named (``node.flapping``). At one loss
+    in 1,000 hours (Meta's RSC-1), chance does that to one of 2,000 nodes in two years. Fewer names a bad node sooner,
+    but also nodes whose agents people restart by hand."""
+    flap_window_s: float = 7 * 86400.0
+    """Seconds for which such losses count, and for which the finding stands after the last one; longer finds nodes that
+    die once a day."""
+
+
+class CorrelatedSilencePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When the silence of many nodes points to the network or to this controller."""
+
+    share: float = 0.3
     """Share of the fleet whose simultaneous silence points to the network or to this controller. Until it is over, no
     node is declared lost for silence alone. Smaller protects more nodes, but reacts later to real mass failures."""
-    correlated_silence_group_share: float = 0.75
+    group_share: float = 0.75
     """The same share for the nodes of one rack, switch, power domain, driver version or agent version. Larger judges a
     half-dead rack node by node; smaller suspects a rack's switch sooner."""
-    correlated_silence_min_nodes: int = 3
+    min_nodes: int = 3
     """Minimum number of silent nodes that count as correlated; with fewer, every loss is believed."""
-    correlated_silence_max_s: float = 60.0
+    max_s: float = 60.0
     """Seconds after which even a correlated silence is believed."""
 
-    # regrouping
+
+class RegroupPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a job leaves a generation and starts the next."""
+
     collective_settle_s: float = 0.15
     """Seconds to wait after a failed collective for the report that names the culprit. gloo informs neighbours within
     15 to 80 ms, and an agent sees a dead rank in 1 ms. If it is too short, the job regroups with the dead rank once
     more."""
     collective_settle_max_s: float = 5.0
-    """Maximum of that wait, which doubles with each regroup inside ``job_failure_window_s`` that names no culprit."""
-    stall_settle_s: float = 0.05
-    """Seconds from the report of a rank without progress to the decision, so that reports are judged together."""
-    stall_settle_max_s: float = 0.5
-    """Maximum of that wait, which grows with the number of ranks."""
-    stall_notice_s: float = 5.0
-    """Seconds without progress after which the rank for which the others wait is named. Nothing is done to it."""
-    hang_floor_s: float = 60.0
-    """Minimum seconds for which a rank stands still before it counts as hung, unless the job sets a threshold. Smaller
-    finds hangs sooner, and takes a wait for a slow server for one."""
-    call_notice_s: float = 60.0
-    """Seconds in one call that uses a processor after which the rank is named: the call may never end."""
-    returned_floor_s: float = 5.0
-    """Seconds for which all other ranks wait in a collective that a rank which has returned never enters, before the
-    job ends."""
-    hang_kills_per_place: int = 2
-    """Number of times that hung ranks are replaced at one place of the script. A place that hangs again does so because
-    of the script, and a person must decide."""
+    """Maximum of that wait, which doubles with each regroup inside ``failure_window_s`` that names no culprit."""
     resume_deadline_s: float = 300.0
     """Seconds for all ranks of a generation to finish its first step, including restore and compilation."""
     resume_deadline_max_s: float = 3600.0
@@ -291,6 +290,37 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Minimum seconds to wait for a boundary before the generation is replaced at once."""
     boundary_fallback_steps: float = 10.0
     """The same in step times; the longer of both holds."""
+    failure_window_s: float = 600.0
+    """Seconds for which rank losses, regroups that name no culprit and undecided votes are remembered."""
+    rank_flap_count: int = 5
+    """Losses of ranks on one node inside ``failure_window_s`` that exclude the node from the job."""
+
+
+class StallPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When ranks without progress are named, and replaced as hung."""
+
+    settle_s: float = 0.05
+    """Seconds from the report of a rank without progress to the decision, so that reports are judged together."""
+    settle_max_s: float = 0.5
+    """Maximum of that wait, which grows with the number of ranks."""
+    notice_s: float = 5.0
+    """Seconds without progress after which the rank for which the others wait is named. Nothing is done to it."""
+    hang_floor_s: float = 60.0
+    """Minimum seconds for which a rank stands still before it counts as hung, unless the job sets a threshold. Smaller
+    finds hangs sooner, and takes a wait for a slow server for one."""
+    call_notice_s: float = 60.0
+    """Seconds in one call that uses a processor after which the rank is named: the call may never end."""
+    returned_floor_s: float = 5.0
+    """Seconds for which all other ranks wait in a collective that a rank which has returned never enters, before the
+    job ends."""
+    hang_kills_per_place: int = 2
+    """Number of times that hung ranks are replaced at one place of the script. A place that hangs again does so because
+    of the script, and a person must decide."""
+
+
+class JobPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How jobs grow and share nodes."""
+
     growth_interval_s: float = 30.0
     """Minimum seconds between a generation and growth, because each growth costs a regroup and spares arrive in
     groups."""
@@ -301,165 +331,201 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Seconds below its minimum after which a job takes a node from a job of lower priority. Also the minimum seconds
     between two such losses of one job. Longer spares running jobs a regroup for a brief failure, shorter lets the more
     important job wait less."""
-    straggler_factor: float = 1.3
+    per_node: int = 32
+    """Unfinished jobs that one node may offer itself to; a launcher that brings one more is refused. Jobs that never
+    formed and whose launchers have all left give way first. A check of all jobs that want one node takes this number
+    cubed if each has another priority: 10 ms for 32."""
+
+
+class StragglerPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When a node is slow."""
+
+    factor: float = 1.3
     """Multiple of the job's median time outside collectives from which a rank is slow. Smaller finds a GPU at a lower
     clock (a tenth is common between healthy ones), larger finds only broken ones."""
-    straggler_window_s: float = 30.0
+    window_s: float = 30.0
     """Seconds between two comparisons."""
-    straggler_windows: int = 10
+    windows: int = 10
     """Number of latest comparisons that count."""
-    straggler_count: int = 8
+    count: int = 8
     """Number of those comparisons in which a node must be slow before it is named; more is surer and later."""
-    straggler_share: float = 0.1
+    share: float = 0.1
     """Share of a job's nodes that, slow at once, are not at fault themselves (one node always may be)."""
-    straggler_replace: bool = True
+    replace: bool = True
     """Replace a named node at a boundary if a spare is available; otherwise only recommend its replacement."""
-    rank_flap_count: int = 5
-    """Losses of ranks on one node inside ``job_failure_window_s`` that exclude the node from the job."""
-    job_failure_window_s: float = 600.0
-    """Seconds for which rank losses, regroups that name no culprit and undecided votes are remembered."""
-    node_flap_count: int = 5
-    """Losses of a node by itself inside ``node_flap_window_s`` after which it is named (``node.flapping``). At one loss
-    in 1,000 hours (Meta's RSC-1), chance does that to one of 2,000 nodes in two years. Fewer names a bad node sooner,
-    but also nodes whose agents people restart by hand."""
-    node_flap_window_s: float = 7 * 86400.0
-    """Seconds for which such losses count, and for which the finding stands after the last one; longer finds nodes that
-    die once a day."""
+
+
+class AuditPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How differing digests and audits find the node that computes wrongly."""
+
     digest_tie_count: int = 3
     """Ties of a job without a culprit, within the memory of a tie, after which digests, or that audit, are compared no
-    more. Also how often, inside ``job_failure_window_s``, a known culprit cannot be spared until the job is stopped: it
-    would only compute the same wrong steps again."""
-    audit_case_s: float = 5.0
+    more. Also how often, inside ``regroups.failure_window_s``, a known culprit cannot be spared until the job is
+    stopped: it would only compute the same wrong steps again."""
+    case_s: float = 5.0
     """Seconds to wait for the statements of all ranks that took part in an audit with a difference. Ranks state their
     results within one step; longer waits for agents without a connection, and commits nothing meanwhile."""
-    audit_settle_s: float = 0.5
+    settle_s: float = 0.5
     """Seconds after a complete statement until it is judged, so that other ranks can say what they found in the same
-    step. Ranks that have not finished that step are waited for, up to ``audit_case_s``. A shorter wait may accuse a
+    step. Ranks that have not finished that step are waited for, up to ``case_s``. A shorter wait may accuse a
     node for a fault of the program, which shows on all ranks; the accusation is then withdrawn."""
-    audit_strike_count: int = 2
-    """Wrong results of a node inside ``audit_strike_window_s`` that convict it although it did not repeat any of them
+    strike_count: int = 2
+    """Wrong results of a node inside ``strike_window_s`` that convict it although it did not repeat any of them
     (a strike each). 1 evicts for a single flipped bit, which a cosmic ray can cause; more lets a GPU that computes
     wrongly now and then do so more often."""
-    audit_strike_window_s: float = 7 * 86400.0
+    strike_window_s: float = 7 * 86400.0
     """Seconds for which a strike counts. All faulty GPUs of a published census (AEGIS, OSDI'26) erred again."""
-    audit_candidate_max_s: float = 3600.0
+    candidate_max_s: float = 3600.0
     """Seconds after which a version that audits have not verified gives its place to a newer one: some runs audit too
     little to verify any. Before the first verified version, a job goes back to this candidate, so it also bounds the
     work that is lost then."""
+
+
+class CheckpointPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How versions are committed, and get copies and parity."""
+
+    commit_interval_s: float = 0.5
+    """Target seconds between commits of a job, and the time in which a notice of the next commit must reach every rank.
+    If a step takes long, every second or third step is committed."""
     commit_interval_per_rank_s: float = 0.0005
     """Minimum seconds between commits per rank of a job; holds where it exceeds ``commit_interval_s``. Every rank
     reports each candidate that it keeps, so shorter costs this controller more. 10,000 ranks commit every 5 s and cost
     it some 3 % of a core."""
-    commit_interval_s: float = 0.5
-    """Target seconds between commits of a job, and the time in which a notice of the next commit must reach every rank.
-    If a step takes long, every second or third step is committed."""
     candidate_timeout_s: float = 2.0
     """Seconds beyond its due time after which a candidate version is abandoned for a later one."""
+    version_window: int = 64
+    """Versions of a job followed at once; older unfinished ones are abandoned."""
     missed_copies_count: int = 3
     """Number of consecutive versions that fail to commit because one node took no copies, before its copies go
     elsewhere. Each takes about ``candidate_timeout_s``; more tolerates longer troubles of a vault, fewer resumes
     commits sooner."""
     replica_node_skip_s: float = 600.0
     """Seconds for which such a node gets no copies of that job, unless there is no other node."""
+    parity_interval_s: float = 5.0
+    """Seconds between versions that get parity. Each costs two reads of the whole state over the network. The interval
+    bounds the work that a job on parity alone repeats after a loss."""
+    vault_order_retry_s: float = 10.0
+    """Seconds after which a vault that has not answered an order (storage, parity) is asked again. Also the wait before
+    another version is ordered in place of an abandoned one; that wait doubles with each abandoned version in a row."""
+    vault_order_retry_max_s: float = 600.0
+    """Maximum of that wait."""
+    vault_order_failures: int = 5
+    """"Not now" answers of vaults (storage unavailable, a silent node) after which the version is abandoned."""
 
-    jobs_per_node: int = 32
-    """Unfinished jobs that one node may offer itself to; a launcher that brings one more is refused. Jobs that never
-    formed and whose launchers have all left give way first. A check of all jobs that want one node takes this number
-    cubed if each has another priority: 10 ms for 32."""
 
-    # eviction
-    eviction_count: int = 4
-    """Evictions that the fleet may suffer inside ``eviction_window_s``. One more latches a breaker: no node is evicted
+class BudgetPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many automatic evictions are allowed."""
+
+    count: int = 4
+    """Evictions that the fleet may suffer inside ``window_s``. One more latches a breaker: no node is evicted
     until an operator resets it. Larger clears a bad batch of nodes unattended, smaller asks a person sooner."""
-    eviction_share: float = 0.1
+    share: float = 0.1
     """The same as a share of known nodes; the smaller of both holds, but one eviction is always allowed. The share
     keeps a small fleet from losing half of its nodes to one bad rule."""
-    eviction_rack_count: int = 2
+    rack_count: int = 2
     """Evictions that one rack may suffer inside the window, within the fleet's budget. Further ones are deferred until
     the window has passed, because many sick nodes in one rack suggest a fault of the rack. Larger trusts the findings,
     smaller trusts the coincidence."""
-    eviction_rack_share: float = 0.5
+    rack_share: float = 0.5
     """The same as a share of the rack's nodes."""
-    eviction_job_count: int = 3
+    job_count: int = 3
     """Nodes that one job may lose to evictions inside the window. Further ones are deferred until the window has
     passed, because findings in one job only may be caused by the job."""
-    eviction_job_share: float = 0.25
+    job_share: float = 0.25
     """The same as a share of the job's nodes."""
-    eviction_window_s: float = 3600.0
+    window_s: float = 3600.0
     """Seconds of that window; longer makes every eviction count for longer."""
 
-    # readmission
+
+class ReadmissionPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How an evicted node returns."""
+
     quarantine_min_s: float = 60.0
     """Minimum seconds in quarantine, so that findings sent before the eviction do not end it."""
     probation_heartbeats: int = 30
     """Clean heartbeats on probation before a node is healthy."""
-    probe_required: bool = True
+
+
+class ProbePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How links are probed before readmission and in operators' probes."""
+
+    required: bool = True
     """Require an all-reduce with a healthy partner before readmission; skipped if there is no partner."""
-    probe_sizes: tuple[int, ...] = (8, 65536, 1 << 20, 16 << 20)
+    sizes: tuple[int, ...] = (8, 65536, 1 << 20, 16 << 20)
     """Bytes of the all-reduces before readmission. The partner may be training: larger sizes say more about its links
     and load them more."""
-    probe_timeout_s: float = 60.0
+    timeout_s: float = 60.0
     """Seconds for both sides to report a probe."""
-    probe_retry_s: float = 60.0
+    retry_s: float = 60.0
     """Seconds before a failed probe is repeated; doubles with each failure."""
-    probe_retry_max_s: float = 3600.0
+    retry_max_s: float = 3600.0
     """Maximum of that wait."""
-    offender_wait_s: float = 600.0
-    """Seconds in quarantine for a node with an offence score of 2; doubles with each further point. A first offence
-    waits only for its causes to clear."""
-    offender_wait_max_s: float = 86400.0
-    """Maximum of that wait."""
-
-    # findings
-    rules: Rulebook = Rulebook()
-    """Rules that judge findings, read by the shell from policy files (``everstep_controller.rulebook``)."""
-    finding_burst_count: int = 8
-    """Findings of one kind on one node that are logged one by one. After these only the 16th, 32nd and so on are
-    logged, until none came for ``finding_quiet_s``. All of them are judged."""
-    finding_quiet_s: float = 60.0
-    """Seconds without a finding of the kind after which findings are logged one by one again."""
+    partner_wait_s: float = 5.0
+    """Seconds until a node whose probe partner is busy looks for one again."""
     slow_link_bytes_per_s: float = 0.0
     """Bus bandwidth in bytes per second of the largest probe below which a link is slow. It depends on the network; 0
     disables the check."""
 
-    # remediation
-    remediation_mode: Mode = Mode.RECOMMEND
-    """Mode of the automatic actions on a rule's ladder (reset, reboot, repair). ``recommend`` requests only cordons,
-    and the node waits until its findings clear. ``enforce`` suits sites where an executor carries out requests."""
-    remediation_timeout_s: float = 7200.0
-    """Seconds after which a reset or reboot without a report counts as failed. It exceeds the longest wait of a reboot
-    for an idle node (an hour) and for its turn. The executor gives up before that."""
-    remediation_settle_s: float = 300.0
-    """Seconds for the findings to clear after a confirmed action, before the next step of the ladder is due."""
-    remediations_per_node: int = 3
-    """Automatic resets and reboots of one node inside ``remediation_node_window_s``; after them the node goes to
-    repair."""
-    remediation_node_window_s: float = 7 * 86400.0
-    """Seconds of that window."""
-    remediations_per_fleet: int = 10
-    """Automatic resets and reboots of the whole fleet inside ``remediation_fleet_window_s``, so that a wrong rule
-    cannot reboot every node."""
-    remediation_fleet_window_s: float = 3600.0
-    """Seconds of that window; further actions wait for its end."""
-    rank_restarts_per_node: int = 3
-    """Automatic restarts of a node's ranks inside ``remediation_node_window_s``; after them the next step of the ladder
-    is due."""
-    rank_restarts_per_fleet: int = 20
-    """Automatic restarts of ranks in the whole fleet inside ``remediation_fleet_window_s``; further ones wait. Each
-    costs a job a regroup, and a wrong rule must not cost every job one."""
-    partner_wait_s: float = 5.0
-    """Seconds until a node whose probe partner is busy looks for one again."""
 
-    # repeat offenders
-    offender_half_life_s: float = 7 * 86400.0
+class OffenderPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How repeated offences lengthen a node's quarantine and send it to repair."""
+
+    wait_s: float = 600.0
+    """Seconds in quarantine for a node with an offence score of 2; doubles with each further point. A first offence
+    waits only for its causes to clear."""
+    wait_max_s: float = 86400.0
+    """Maximum of that wait."""
+    half_life_s: float = 7 * 86400.0
     """Seconds in which a node's offence score halves. In published fleets, 1.2 % of nodes are lemons, and three of 63
     nodes caused half of all exclusions. Longer finds more lemons and forgives more slowly."""
-    offender_repair_score: float = 5.0
+    repair_score: float = 5.0
     """Offence score, or plain sum of offences within one half-life, at which a node goes to repair instead of back. An
     eviction or a relapse on probation counts 1, a failed probe 0.5. So 5 means five evictions in a week, or fewer per
     week for longer (four a week reach a score of 5 in the third)."""
 
-    # retention
+
+class FindingLogPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many findings are logged."""
+
+    burst_count: int = 8
+    """Findings of one kind on one node that are logged one by one. After these only the 16th, 32nd and so on are
+    logged, until none came for ``quiet_s``. All of them are judged."""
+    quiet_s: float = 60.0
+    """Seconds without a finding of the kind after which findings are logged one by one again."""
+
+
+class RemediationPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which actions of a ladder are automatic, and how many."""
+
+    mode: Mode = Mode.RECOMMEND
+    """Mode of the automatic actions on a rule's ladder (reset, reboot, repair). ``recommend`` requests only cordons,
+    and the node waits until its findings clear. ``enforce`` suits sites where an executor carries out requests."""
+    timeout_s: float = 7200.0
+    """Seconds after which a reset or reboot without a report counts as failed. It exceeds the longest wait of a reboot
+    for an idle node (an hour) and for its turn. The executor gives up before that."""
+    settle_s: float = 300.0
+    """Seconds for the findings to clear after a confirmed action, before the next step of the ladder is due."""
+    per_node: int = 3
+    """Automatic resets and reboots of one node inside ``node_window_s``; after them the node goes to
+    repair."""
+    node_window_s: float = 7 * 86400.0
+    """Seconds of that window."""
+    per_fleet: int = 10
+    """Automatic resets and reboots of the whole fleet inside ``fleet_window_s``, so that a wrong rule
+    cannot reboot every node."""
+    fleet_window_s: float = 3600.0
+    """Seconds of that window; further actions wait for its end."""
+    rank_restarts_per_node: int = 3
+    """Automatic restarts of a node's ranks inside ``node_window_s``; after them the next step of the ladder
+    is due."""
+    rank_restarts_per_fleet: int = 20
+    """Automatic restarts of ranks in the whole fleet inside ``fleet_window_s``; further ones wait. Each
+    costs a job a regroup, and a wrong rule must not cost every job one."""
+
+
+class RetentionPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When absent nodes and ended jobs are forgotten."""
+
     forget_nodes_after_s: float = 30 * 86400.0
     """Seconds without a message after which a node is forgotten, unless a person has to decide about it (held, in
     repair, computed wrongly). Longer recognises nodes after a long absence, shorter keeps the list short. 0: never."""
@@ -470,67 +536,70 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Seconds without launchers after which a job is ended as failed. Until then it can restart from memory, which it
     keeps on its nodes; longer withholds that memory from other jobs for longer. 0: never."""
 
-    # versions
-    version_window: int = 64
-    """Versions of a job followed at once; older unfinished ones are abandoned."""
-    vault_order_retry_s: float = 10.0
-    """Seconds after which a vault that has not answered an order (storage, parity) is asked again. Also the wait before
-    another version is ordered in place of an abandoned one; that wait doubles with each abandoned version in a row."""
-    vault_order_retry_max_s: float = 600.0
-    """Maximum of that wait."""
-    parity_interval_s: float = 5.0
-    """Seconds between versions that get parity. Each costs two reads of the whole state over the network. The interval
-    bounds the work that a job on parity alone repeats after a loss."""
-    vault_order_failures: int = 5
-    """"Not now" answers of vaults (storage unavailable, a silent node) after which the version is abandoned."""
+
+class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of the core by topic, with defaults for fleets; ``lab_preset()`` suits one machine and tests."""
+
+    liveness: LivenessPolicy = LivenessPolicy()
+    correlated_silence: CorrelatedSilencePolicy = CorrelatedSilencePolicy()
+    regroups: RegroupPolicy = RegroupPolicy()
+    stalls: StallPolicy = StallPolicy()
+    jobs: JobPolicy = JobPolicy()
+    stragglers: StragglerPolicy = StragglerPolicy()
+    audits: AuditPolicy = AuditPolicy()
+    checkpoints: CheckpointPolicy = CheckpointPolicy()
+    budget: BudgetPolicy = BudgetPolicy()
+    readmission: ReadmissionPolicy = ReadmissionPolicy()
+    probes: ProbePolicy = ProbePolicy()
+    offenders: OffenderPolicy = OffenderPolicy()
+    findings: FindingLogPolicy = FindingLogPolicy()
+    remediation: RemediationPolicy = RemediationPolicy()
+    retention: RetentionPolicy = RetentionPolicy()
+    rules: Rulebook = Rulebook()
+    """Rules that judge findings, read by the shell from policy files (``everstep_controller.policy.rulebook``)."""
 
     @staticmethod
     def lab_preset() -> CorePolicy:
         """Return the preset for one machine, demonstrations and tests: everything within seconds."""
         return CorePolicy(
-            suspect_after_s=2.5,
-            suspect_after_max_s=10.0,
-            suspect_after_peer_loss_s=0.8,
-            rejoin_window_s=1.0,
-            rejoin_window_quiet_s=0.5,
-            lost_after_s=6.0,
-            disconnect_grace_s=1.0,
-            launcher_rejoin_grace_s=5.0,
-            correlated_silence_max_s=15.0,
-            resume_deadline_s=30.0,
-            resume_deadline_max_s=240.0,
-            growth_interval_s=1.0,
-            growth_gather_s=0.2,
-            preempt_after_s=2.0,
-            straggler_factor=3.0,
-            straggler_window_s=2.0,
-            rank_flap_count=30,
-            job_failure_window_s=60.0,
-            node_flap_window_s=600.0,
-            eviction_count=4,
-            eviction_share=1.0,
-            eviction_rack_count=4,
-            eviction_rack_share=1.0,
-            eviction_job_count=4,
-            eviction_job_share=1.0,
-            eviction_window_s=300.0,
-            quarantine_min_s=2.0,
-            probation_heartbeats=3,
-            probe_sizes=(8, 65536, 1 << 20),
-            probe_timeout_s=30.0,
-            probe_retry_s=2.0,
-            offender_wait_s=5.0,
-            finding_quiet_s=5.0,
-            remediation_timeout_s=30.0,
-            remediation_settle_s=5.0,
-            partner_wait_s=0.5,
-            offender_half_life_s=60.0,
-            offender_repair_score=12.0,
-            parity_interval_s=0.5,
-            audit_case_s=2.0,
-            vault_order_retry_s=1.0,
-            vault_order_retry_max_s=20.0,
+            liveness=LivenessPolicy(
+                suspect_after_s=2.5,
+                suspect_after_max_s=10.0,
+                suspect_after_peer_loss_s=0.8,
+                rejoin_window_s=1.0,
+                rejoin_window_quiet_s=0.5,
+                lost_after_s=6.0,
+                disconnect_grace_s=1.0,
+                launcher_rejoin_grace_s=5.0,
+                flap_window_s=600.0,
+            ),
+            correlated_silence=CorrelatedSilencePolicy(max_s=15.0),
+            regroups=RegroupPolicy(
+                resume_deadline_s=30.0, resume_deadline_max_s=240.0, rank_flap_count=30, failure_window_s=60.0
+            ),
+            jobs=JobPolicy(growth_interval_s=1.0, growth_gather_s=0.2, preempt_after_s=2.0),
+            stragglers=StragglerPolicy(factor=3.0, window_s=2.0),
+            audits=AuditPolicy(case_s=2.0),
+            checkpoints=CheckpointPolicy(parity_interval_s=0.5, vault_order_retry_s=1.0, vault_order_retry_max_s=20.0),
+            budget=BudgetPolicy(
+                count=4, share=1.0, rack_count=4, rack_share=1.0, job_count=4, job_share=1.0, window_s=300.0
+            ),
+            readmission=ReadmissionPolicy(quarantine_min_s=2.0, probation_heartbeats=3),
+            probes=ProbePolicy(sizes=(8, 65536, 1 << 20), timeout_s=30.0, retry_s=2.0, partner_wait_s=0.5),
+            offenders=OffenderPolicy(wait_s=5.0, half_life_s=60.0, repair_score=12.0),
+            findings=FindingLogPolicy(quiet_s=5.0),
+            remediation=RemediationPolicy(timeout_s=30.0, settle_s=5.0),
         )
+
+    def with_values(self, **tables: Mapping[str, Any]) -> CorePolicy:
+        """Return the policy with other values by table and field, such as ``with_values(budget={"count": 2})``."""
+        changed = {name: msgspec.structs.replace(getattr(self, name), **values) for name, values in tables.items()}
+        return msgspec.structs.replace(self, **changed)
+
+    def values(self) -> dict[str, Any]:
+        """Return all values without the rules, by dotted name (``liveness.lost_after_s``)."""
+        tables = ((name, getattr(self, name)) for name in self.__struct_fields__ if name != "rules")
+        return {f"{name}.{field}": getattr(table, field) for name, table in tables for field in table.__struct_fields__}
 
     def validate(self) -> CorePolicy:
         """Return the policy. Raise ConfigurationError for values that contradict each other."""
@@ -540,63 +609,68 @@ class CorePolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
         return self
 
     def _contradictions(self) -> tuple[tuple[bool, str], ...]:
-        fields = {name: getattr(self, name) for name in self.__struct_fields__}
-        negative = [name for name, value in fields.items() if name.endswith("_s") and value < 0]
-        small = [n for n, value in fields.items() if type(value) is int and value < 1 and n != "probation_heartbeats"]
-        shares = [name for name in fields if name.endswith("_share")]
-        bounded = ("collective_settle", "rejoin_window", "stall_settle", "resume_deadline")
+        values = self.values()
+        negative = [name for name, value in values.items() if name.endswith("_s") and value < 0]
+        may_be_zero = "readmission.probation_heartbeats"
+        small = [name for name, value in values.items() if type(value) is int and value < 1 and name != may_be_zero]
+        shares = [name for name in values if name.endswith("share")]
+        bounded = (
+            "regroups.collective_settle",
+            "liveness.rejoin_window",
+            "stalls.settle",
+            "regroups.resume_deadline",
+            "offenders.wait",
+            "probes.retry",
+        )
+        liveness, stragglers, checkpoints = self.liveness, self.stragglers, self.checkpoints
         return (
             (bool(negative), f"seconds cannot be negative: {', '.join(negative)}"),
             (bool(small), f"must be at least 1: {', '.join(small)}"),
             (
-                any(not 0 < fields[name] <= 1 for name in shares),
+                any(not 0 < values[name] <= 1 for name in shares),
                 f"shares are above 0 and at most 1: {', '.join(shares)}",
             ),
             (
-                self.suspect_after_s >= self.lost_after_s,
-                f"suspect_after_s ({self.suspect_after_s}) must be less than lost_after_s ({self.lost_after_s}): "
-                "a node is suspected before it is lost",
+                liveness.suspect_after_s >= liveness.lost_after_s,
+                f"liveness.suspect_after_s ({liveness.suspect_after_s}) must be less than liveness.lost_after_s "
+                f"({liveness.lost_after_s}): a node is suspected before it is lost",
             ),
             (
-                self.suspect_after_s <= 1.0,
-                f"suspect_after_s ({self.suspect_after_s}) must exceed the second between heartbeats, so that one late "
-                "heartbeat raises no suspicion",
+                liveness.suspect_after_s <= 1.0,
+                f"liveness.suspect_after_s ({liveness.suspect_after_s}) must exceed the second between heartbeats, so "
+                "that one late heartbeat raises no suspicion",
             ),
             (
-                self.suspect_after_max_s < self.suspect_after_s,
-                f"suspect_after_max_s ({self.suspect_after_max_s}) must not be less than suspect_after_s "
-                f"({self.suspect_after_s}): they are the ends of one range",
+                liveness.suspect_after_max_s < liveness.suspect_after_s,
+                f"liveness.suspect_after_max_s ({liveness.suspect_after_max_s}) must not be less than "
+                f"liveness.suspect_after_s ({liveness.suspect_after_s}): they are the ends of one range",
             ),
             (
-                self.suspect_after_peer_loss_s >= self.suspect_after_s,
-                f"suspect_after_peer_loss_s ({self.suspect_after_peer_loss_s}) must be less than suspect_after_s "
-                f"({self.suspect_after_s}): witnesses shorten the wait",
+                liveness.suspect_after_peer_loss_s >= liveness.suspect_after_s,
+                f"liveness.suspect_after_peer_loss_s ({liveness.suspect_after_peer_loss_s}) must be less than "
+                f"liveness.suspect_after_s ({liveness.suspect_after_s}): witnesses shorten the wait",
             ),
             (
-                self.disconnect_grace_s > self.lost_after_s,
-                f"disconnect_grace_s ({self.disconnect_grace_s}) must not exceed lost_after_s ({self.lost_after_s}): "
-                "a closed connection says more than silence",
+                liveness.disconnect_grace_s > liveness.lost_after_s,
+                f"liveness.disconnect_grace_s ({liveness.disconnect_grace_s}) must not exceed liveness.lost_after_s "
+                f"({liveness.lost_after_s}): a closed connection says more than silence",
             ),
-            *((fields[f"{n}_s"] > fields[f"{n}_max_s"], f"{n}_s must not exceed {n}_max_s") for n in bounded),
+            *((values[f"{n}_s"] > values[f"{n}_max_s"], f"{n}_s must not exceed {n}_max_s") for n in bounded),
             (
-                self.straggler_factor <= 1.0 or self.straggler_count > self.straggler_windows,
-                "straggler_factor must exceed 1, and straggler_count must not exceed straggler_windows",
+                stragglers.factor <= 1.0 or stragglers.count > stragglers.windows,
+                "stragglers.factor must exceed 1, and stragglers.count must not exceed stragglers.windows",
             ),
-            (self.probation_heartbeats < 0, "probation_heartbeats cannot be negative"),
+            (self.readmission.probation_heartbeats < 0, "readmission.probation_heartbeats cannot be negative"),
             (
-                self.offender_half_life_s <= 0,
-                "offender_half_life_s must be positive: the offence score halves once in this time",
-            ),
-            (
-                self.offender_repair_score <= 1.0,
-                "offender_repair_score must exceed 1: one eviction alone sends no node to repair",
+                self.offenders.half_life_s <= 0,
+                "offenders.half_life_s must be positive: the offence score halves once in this time",
             ),
             (
-                self.offender_wait_s > self.offender_wait_max_s or self.probe_retry_s > self.probe_retry_max_s,
-                "a wait must not exceed its own bound (offender_wait_max_s, probe_retry_max_s)",
+                self.offenders.repair_score <= 1.0,
+                "offenders.repair_score must exceed 1: one eviction alone sends no node to repair",
             ),
             (
-                not 0 < self.vault_order_retry_s <= self.vault_order_retry_max_s,
-                "vault_order_retry_s must be positive and not exceed vault_order_retry_max_s",
+                not 0 < checkpoints.vault_order_retry_s <= checkpoints.vault_order_retry_max_s,
+                "checkpoints.vault_order_retry_s must be positive and not exceed checkpoints.vault_order_retry_max_s",
             ),
         )

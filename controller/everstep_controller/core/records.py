@@ -11,7 +11,7 @@ from enum import StrEnum
 import msgspec
 
 from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, Rank, TraceId, Version
-from everstep.vocabulary import Action, AuditLink, Finding, JobState, NodeState, ProbeKind
+from everstep.vocabulary import Action, AuditKind, Finding, JobState, NodeState, ProbeKind
 from everstep.wire.v1.agent import UNKNOWN_HOST, Domain, Gpu, Host
 from everstep.wire.v1.training import GenerationSpec, JobSpec
 from everstep.wire.v1.vault_reports import Protection
@@ -77,9 +77,9 @@ class FleetRecord(msgspec.Struct, kw_only=True):
     remediation_count: int = 0
     """Number of remediations ever requested; makes remediation ids unique."""
     remediation_times: list[float] = []
-    """Times of automatic resets and reboots inside ``remediation_fleet_window_s``."""
+    """Times of automatic resets and reboots inside ``remediation.fleet_window_s``."""
     rank_restart_times: list[float] = []
-    """Times of automatic rank restarts inside ``remediation_fleet_window_s``."""
+    """Times of automatic rank restarts inside ``remediation.fleet_window_s``."""
     maintenance_windows: list[MaintenanceWindow] = []
     """Maintenance windows that are planned or under way."""
     unfit_nodes: dict[NodeId, UnfitNode] = {}
@@ -211,11 +211,11 @@ class NodeLiveness(msgspec.Struct, kw_only=True):
     """Whether the node's agent is heard, and how often it was lost."""
 
     reachable: bool = True
-    """True while messages arrive within the deadlines."""
+    """True while messages arrive within the deadlines: always in service, never while the node is lost."""
     lost_at: float = 0.0
     """Time at which the node was last declared unreachable."""
     loss_times: list[float] = []
-    """Losses attributed to the node itself, inside ``node_flap_window_s``."""
+    """Losses attributed to the node itself, inside ``liveness.flap_window_s``."""
 
 
 class NodeHealth(msgspec.Struct, kw_only=True):
@@ -253,8 +253,8 @@ class AuditStrike(msgspec.Struct, frozen=True, omit_defaults=True):
     generation: GenerationNumber
     sentence: str
     """What was wrong, for the sentence of the strike that convicts."""
-    link: AuditLink | None = None
-    """The audit; None in records of older controllers."""
+    audit: AuditKind | None = None
+    """None in records of older controllers."""
     on_own_word: bool = False
     """True if no other rank has done the work again: the node contradicts itself."""
 
@@ -263,7 +263,7 @@ class NodeAudits(msgspec.Struct, kw_only=True):
     """Results of audits of training that speak against the node."""
 
     strikes: list[AuditStrike] = []
-    """Strikes inside ``audit_strike_window_s``, oldest first."""
+    """Strikes inside ``audits.strike_window_s``, oldest first."""
 
 
 class NodeQuarantine(msgspec.Struct, kw_only=True):
@@ -295,11 +295,11 @@ class NodeScheduling(msgspec.Struct, kw_only=True):
     cordon_failed: bool = False
     """True if the remediation ``cordon_id`` was reported as failed; the cordon may be in force all the same."""
     is_cordon_dry_run: bool = False
-    """True if only the dry run received ``cordon_id``, so that nobody was asked to keep other work away."""
+    """True if only the dry run received ``cordon_id``, so that no system was asked to keep other work away."""
     external_cordon_by: str = ""
-    """Name of the person or program other than Everstep that cordoned the node; empty for none."""
+    """Name of the person or program other than Everstep that cordoned the node; empty for none, as in service."""
     hold_reason: str = ""
-    """Operator's order that keeps the node out of service; empty for none."""
+    """Operator's order that keeps the node out of service; empty for none, as on every node in service."""
     maintenance_until: float = 0.0
 
 
@@ -559,11 +559,11 @@ class JobFailures(msgspec.Struct, kw_only=True):
     user_errors: dict[str, NodeId] = {}
     """First node on which each error of the training function occurred, by error text."""
     rank_loss_times: dict[NodeId, list[float]] = {}
-    """Rank losses per node inside ``job_failure_window_s``."""
+    """Rank losses per node inside ``regroups.failure_window_s``."""
     digest_tie_times: list[float] = []
     """Undecided differences between nodes within a tie's memory (``sdc.digest_mismatch``: a week)."""
     kept_culprit_times: list[float] = []
-    """Differences inside ``job_failure_window_s`` whose culprit is known and could not be spared."""
+    """Differences inside ``regroups.failure_window_s`` whose culprit is known and could not be spared."""
     recomputed_steps: dict[int, GenerationNumber] = {}
     """Steps that the job went back to compute again without a culprit, with the generation that ended for it. Each is
     computed again once: a second time the data is the likely cause. The newest ``MAX_RECOMPUTED_STEPS``."""
@@ -583,10 +583,10 @@ MAX_KIND_PAIRS = 16
 """Maximum number of pairs of kinds that are named."""
 
 
-class JobAudits(msgspec.Struct, kw_only=True):
-    """Audits that are off for the rest of a job."""
+class JobAuditNotes(msgspec.Struct, kw_only=True):
+    """Notes on the audits of a job, for people: which are off, and which differences accused no node."""
 
-    off: dict[AuditLink, str] = {}
+    off: dict[AuditKind, str] = {}
     """Why each of them is off, as a sentence for people."""
     reports: list[str] = []
     """Newest differences of a job whose audits only report."""
@@ -636,13 +636,19 @@ class JobCommits(msgspec.Struct, kw_only=True):
     def shares_of(self, generation: GenerationNumber) -> dict[NodeId, ShareLocations]:
         """Return the locations of the shares of versions from ``generation``, by node; {} if they are unknown."""
         known = [self.locations] if self.locations is not None else []
-        found = (one.shares for one in (*known, *self.earlier_locations) if one.generation == generation)
+        found = (
+            locations.shares for locations in (*known, *self.earlier_locations) if locations.generation == generation
+        )
         return next(found, {})
 
     def counts_on(self, node: NodeId) -> bool:
         """Return whether the node's ranks stored a share of a version that the job may restore."""
         known = [self.locations] if self.locations is not None else []
-        return any(node in one.shares for one in (*known, *self.earlier_locations))
+        return any(node in locations.shares for locations in (*known, *self.earlier_locations))
+
+
+MAX_RESTORE_URLS = 4
+"""Number of checkpoints on storage that a generation receives; if the newest is damaged, the one before it serves."""
 
 
 class JobSpills(msgspec.Struct, kw_only=True):
@@ -665,6 +671,11 @@ class JobSpills(msgspec.Struct, kw_only=True):
     error: str = ""
     not_before: float = 0.0
     """Earliest time of the next spill."""
+
+    def restore_urls(self) -> list[str]:
+        """Return the checkpoints to start from if memory has nothing: those not marked as corrupt, newest first."""
+        clean = [checkpoint.url for checkpoint in reversed(self.stored) if not checkpoint.maybe_corrupt]
+        return clean[:MAX_RESTORE_URLS]
 
 
 class JobParity(msgspec.Struct, kw_only=True):
@@ -699,13 +710,14 @@ class JobRecord(msgspec.Struct, kw_only=True):
     """Secret that the job's processes share."""
     status: JobStatus
     generation: GenerationSpec | None = None
-    """Current generation; None while the job forms."""
+    """Current generation; None while the job forms. In a running job its number is ``progress.last_number``."""
     outgoing_generation: GenerationSpec | None = None
-    """Running generation while a boundary to ``generation`` is announced and not reached."""
+    """Running generation while a boundary to ``generation`` is announced and not reached: its number is lower, and
+    ``generation.after_step`` names the boundary."""
     progress: RunProgress
     membership: JobMembership = msgspec.field(default_factory=JobMembership)
     failures: JobFailures = msgspec.field(default_factory=JobFailures)
-    audits: JobAudits = msgspec.field(default_factory=JobAudits)
+    audits: JobAuditNotes = msgspec.field(default_factory=JobAuditNotes)
     commits: JobCommits = msgspec.field(default_factory=JobCommits)
     spills: JobSpills = msgspec.field(default_factory=JobSpills)
     parity: JobParity = msgspec.field(default_factory=JobParity)
@@ -744,6 +756,14 @@ class JobRecord(msgspec.Struct, kw_only=True):
         most, limit, block = max_seats(self.spec), self.membership.node_limit, self.spec.block_nodes
         return most if limit is None else max(self.min_seats, min(limit // block * block, most))
 
+    def pinned_versions(self) -> tuple[Version, ...]:
+        """Return the versions that ranks must keep: being read, needed by parity, or to be verified by audits."""
+        kept = (self.spills.pending, self.commits.audited, self.commits.audit_candidate)
+        held = {record.version for record in kept if record is not None}
+        protections = (self.parity.active, self.parity.pending)
+        held |= {state.protection.version for state in protections if state is not None}
+        return tuple(sorted(held))
+
     def has_seat(self, node: NodeId) -> bool:
         """Return whether the node is in the roster of the current generation."""
         return self.generation is not None and node in self.generation.seated_nodes
@@ -756,4 +776,4 @@ class JobRecord(msgspec.Struct, kw_only=True):
 
 
 MAX_HISTORY_ENTRIES = 48
-"""Maximum number of history entries per node; older entries remain in the audit log."""
+"""Maximum number of history entries per node; older entries remain in the event log."""

@@ -10,9 +10,9 @@ from everstep.vocabulary import JobState, NodeState
 from everstep_controller.core.effects import RecordFindingCleared
 from everstep_controller.core.health import node_state
 from everstep_controller.core.health.eviction import drop_deferral
-from everstep_controller.core.jobs import job_index
 from everstep_controller.core.jobs.ending import fail_job
 from everstep_controller.core.records import QUARANTINE_STATES, JobRecord, NodeRecord, ReadmissionPlan, UnfitNode
+from everstep_controller.core.seats import job_index
 from everstep_controller.core.state import FLEET, DeadlineKind, FleetState
 from everstep_controller.core.transition import Transition
 
@@ -27,8 +27,8 @@ MAX_UNFIT_NODES = 1000
 
 def schedule_retention(transition: Transition, wait_s: float = CHECK_INTERVAL_S) -> None:
     """Schedule the next check, if the policy asks for any."""
-    policy = transition.policy
-    if policy.forget_nodes_after_s or policy.forget_jobs_after_s or policy.end_abandoned_jobs_after_s:
+    retention = transition.policy.retention
+    if retention.forget_nodes_after_s or retention.forget_jobs_after_s or retention.end_abandoned_jobs_after_s:
         transition.schedule(transition.now + wait_s, DeadlineKind.RETENTION, FLEET)
 
 
@@ -63,10 +63,10 @@ def reason_to_keep(state: FleetState, node: str) -> str:
 
 def _forget_old_nodes(transition: Transition) -> int:
     """Forget expired nodes and return their number."""
-    state, after_s = transition.state, transition.policy.forget_nodes_after_s
+    state, after_s = transition.state, transition.policy.retention.forget_nodes_after_s
     if not after_s:
         return 0
-    old = [n for n, one in state.nodes.items() if _may_expire(one) and transition.now - _gone_since(one) >= after_s]
+    old = [n for n, node in state.nodes.items() if _may_expire(node) and transition.now - _gone_since(node) >= after_s]
     found = [node for node in old if not reason_to_keep(state, node)][:MAX_PER_CHECK]
     for node in found:
         days = (transition.now - _gone_since(state.nodes[node])) / 86400
@@ -88,12 +88,12 @@ def _gone_since(record: NodeRecord) -> float:
 
 
 def forget_node(transition: Transition, node: str, sentence: str) -> None:
-    """Drop everything known about a node that nothing keeps (``reason_to_keep``), except its audit log."""
+    """Drop everything known about a node that nothing keeps (``reason_to_keep``), except its events."""
     state, record = transition.state, transition.state.nodes[node]
     drop_deferral(transition, node)
     node_state.uncordon(transition, node, sentence)
     _keep_unfit(transition, record)
-    transition.audit("node.forgotten", sentence, node=node)
+    transition.log_event("node.forgotten", sentence, node=node)
     for key in (*record.health.agent_findings, *record.health.controller_findings):
         transition.emit(RecordFindingCleared(node, key, transition.now))
     for job in state.jobs.values():
@@ -144,7 +144,7 @@ def _remove_from_job(transition: Transition, job: JobRecord, node: str) -> None:
 
 def _end_abandoned_jobs(transition: Transition) -> None:
     """End jobs that lost all launchers long ago, since they occupy memory on their nodes."""
-    after_s = transition.policy.end_abandoned_jobs_after_s
+    after_s = transition.policy.retention.end_abandoned_jobs_after_s
     for job in transition.state.jobs.values() if after_s else ():
         deserted = job.status.state in (JobState.FORMING, JobState.PAUSED) and not job.membership.launchers
         if deserted and transition.now - max(job.status.since, job.membership.abandoned_at) >= after_s:
@@ -154,10 +154,10 @@ def _end_abandoned_jobs(transition: Transition) -> None:
 
 def _forget_old_jobs(transition: Transition) -> int:
     """Forget expired jobs and return their number."""
-    state, after_s = transition.state, transition.policy.forget_jobs_after_s
+    state, after_s = transition.state, transition.policy.retention.forget_jobs_after_s
     if not after_s:
         return 0
-    old = [j for j, one in state.jobs.items() if one.is_ended and transition.now - one.status.since >= after_s]
+    old = [j for j, job in state.jobs.items() if job.is_ended and transition.now - job.status.since >= after_s]
     for name in old[:MAX_PER_CHECK]:
         job = state.jobs[name]
         days = (transition.now - job.status.since) / 86400

@@ -8,16 +8,16 @@ from everstep.vocabulary import NodeState
 from everstep_controller.core.checkpoints.commits import resume_commits
 from everstep_controller.core.events import ControllerStarted
 from everstep_controller.core.health.eviction import restore_deferral, schedule_deferral_checks
-from everstep_controller.core.health.maintenance import resume_windows
 from everstep_controller.core.health.outbreaks import restore_outbreaks
 from everstep_controller.core.health.quarantine import begin_probation
-from everstep_controller.core.jobs.job_index import restore_job
 from everstep_controller.core.jobs.stragglers import start_straggler_windows
 from everstep_controller.core.liveness.correlation import add_expected, update_correlated_silence
 from everstep_controller.core.liveness.node_liveness import schedule_silence_deadline
+from everstep_controller.core.maintenance import resume_windows
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.core.records import DIAGNOSTICS_DONE, FleetRecord, JobRecord, NodeRecord, VersionRecord
 from everstep_controller.core.retirement import schedule_retention
+from everstep_controller.core.seats.job_index import restore_job
 from everstep_controller.core.state import FLEET, DeadlineKind, FleetState, JobRuntime, NodeRuntime
 from everstep_controller.core.transition import Transition
 
@@ -78,8 +78,8 @@ def handle_controller_started(transition: Transition, event: ControllerStarted) 
     state = transition.state
     state.epoch = event.epoch or state.epoch
     state.observer.receiving_since = state.observer.last_received_at = transition.now
-    state.rejoin_window_ends_at = transition.now + transition.policy.rejoin_window_s
-    state.rejoin_window_latest_at = transition.now + transition.policy.rejoin_window_max_s
+    state.rejoin_window_ends_at = transition.now + transition.policy.liveness.rejoin_window_s
+    state.rejoin_window_latest_at = transition.now + transition.policy.liveness.rejoin_window_max_s
     if state.unseen_nodes:
         transition.schedule(state.rejoin_window_ends_at, DeadlineKind.REJOIN_WINDOW, FLEET)
     restore_outbreaks(transition)
@@ -101,17 +101,17 @@ def handle_controller_started(transition: Transition, event: ControllerStarted) 
             schedule_silence_deadline(transition, node)
         launchers = (state.jobs[name].membership.launchers.get(node) for name in live.jobs)
         if any(launcher is not None and not launcher.has_rejoined for launcher in launchers):
-            live.launcher_rejoin_due = transition.now + transition.policy.launcher_rejoin_grace_s
+            live.launcher_rejoin_due = transition.now + transition.policy.liveness.launcher_rejoin_grace_s
             transition.schedule_node(live.launcher_rejoin_due, node)
         if record.state is NodeState.PROBATION and record.quarantine.diagnostics not in DIAGNOSTICS_DONE:
             begin_probation(transition, node, record.sentence.partition(";")[0])
     schedule_retention(transition)
     resume_windows(transition)
     for name, job_live in state.job_runtime.items():
-        job_live.resume.due = transition.now + transition.policy.resume_deadline_s
+        job_live.resume.due = transition.now + transition.policy.regroups.resume_deadline_s
         has_resumed = state.jobs[name].progress.resumed_at is not None
         job_live.resume.is_inherited = state.jobs[name].generation is not None and not has_resumed
-        job_live.regroup.boundary_fallback_at = transition.now + transition.policy.boundary_fallback_s
+        job_live.regroup.boundary_fallback_at = transition.now + transition.policy.regroups.boundary_fallback_s
         resume_commits(transition, state.jobs[name])
         if has_resumed:
             start_straggler_windows(transition, state.jobs[name])

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from everstep.ids import GenerationNumber, JobId, NodeId, Rank, TraceId, Version
-from everstep.vocabulary import AuditLink, Finding, GenerationReason, ProbeKind, RankActivity
+from everstep.vocabulary import AuditKind, Finding, GenerationReason, ProbeKind, RankActivity
 from everstep.wire.v1.training import AuditStatement, GenerationSpec, RankProgress
 from everstep_controller.core.policy import BlameIsolationMethod, CorePolicy
 from everstep_controller.core.records import FleetRecord, JobRecord, NodeRecord
@@ -294,7 +294,7 @@ class RegroupRuntime(msgspec.Struct):
     """Reasons for, and deadlines of, the next regroup."""
 
     pending: PendingRegroup | None = None
-    """A regroup that waits for more reports."""
+    """A regroup that waits for more reports. The job runs, and a deadline is queued for its ``due``."""
     failed_collective_ranks: set[Rank] = set()
     """Ranks whose collective failed."""
     stalled_ranks: dict[Rank, StalledRank] = {}
@@ -314,9 +314,13 @@ class RegroupRuntime(msgspec.Struct):
     growth_due: float = 0.0
     """Time until which more returning nodes are awaited before the job grows; 0.0 before the first returns."""
     node_offered_at: float | None = None
-    """Time since which a newly usable node waits for the next Tick; None if there is none."""
+    """Time since which a newly usable node waits for the next Tick, for which a deadline is queued; None if none."""
     unannounced_generation: GenerationNumber = 0
     """Number of a generation that is not stored yet and must not be announced; 0 if there is none."""
+
+    def record_replaced_rank(self, node: NodeId, local_rank: int, now: float) -> None:
+        """Record that another process takes the place of this rank's."""
+        self.rank_replaced_at.setdefault(node, {})[local_rank] = now
 
     def drop_reports(self) -> None:
         """Drop the reports about a generation that is over."""
@@ -341,10 +345,11 @@ class CommitRuntime(msgspec.Struct):
     seals: dict[Version, VersionSeals] = {}
     """Seals of versions newer than ``settled_version``."""
     committed_version: Version | None = None
+    """Newest committed version: not above ``settled_version``, nor above ``JobCommits.restore_ceiling``."""
     committed_at: float = 0.0
     committed_bytes: int = 0
     verified_version: Version | None = None
-    """Newest version whose digests agreed."""
+    """Newest version whose digests agreed; not above ``settled_version``."""
     settled_version: Version | None = None
     """Newest version that needs no further seals."""
     candidate_step: int | None = None
@@ -362,7 +367,7 @@ class AuditGroup(NamedTuple):
 
     generation: GenerationNumber
     step: int
-    link: AuditLink
+    audit: AuditKind
 
 
 class AuditKey(NamedTuple):
@@ -371,12 +376,12 @@ class AuditKey(NamedTuple):
     generation: GenerationNumber
     owner: Rank
     step: int
-    link: AuditLink
+    audit: AuditKind
     unit: str
 
     @property
     def group(self) -> AuditGroup:
-        return AuditGroup(self.generation, self.step, self.link)
+        return AuditGroup(self.generation, self.step, self.audit)
 
 
 class AuditCase(msgspec.Struct):
@@ -396,13 +401,13 @@ class AuditCase(msgspec.Struct):
     @property
     def is_about_parameters(self) -> bool:
         """Whether the wrong result may have reached the parameters; a wrong copy of a version has not."""
-        return self.key.link is not AuditLink.CHECKPOINT
+        return self.key.audit is not AuditKind.CHECKPOINT
 
     @property
     def first_bad_step(self) -> int:
         """First step whose version may hold the wrong result. State in memory may have changed before the version of
         the step before was copied."""
-        return self.key.step - (self.key.link is AuditLink.STATE)
+        return self.key.step - (self.key.audit is AuditKind.STATE)
 
 
 class Accusation(msgspec.Struct, frozen=True):
@@ -543,7 +548,7 @@ class CorrelatedSilence(msgspec.Struct):
     max_silent: int = 0
     """Highest number of nodes that were silent at once."""
     announced: bool = False
-    """True once the silence is in the audit log."""
+    """True once the silence is in the event log."""
 
 
 class FleetState(msgspec.Struct, kw_only=True):
@@ -554,7 +559,9 @@ class FleetState(msgspec.Struct, kw_only=True):
     nodes: dict[NodeId, NodeRecord] = {}
     jobs: dict[JobId, JobRecord] = {}
     node_runtime: dict[NodeId, NodeRuntime] = {}
+    """Runtime state of exactly the nodes in ``nodes``."""
     job_runtime: dict[JobId, JobRuntime] = {}
+    """Runtime state of exactly the jobs in ``jobs``."""
     probes: dict[str, Probe] = {}
     """Running probes, by id."""
     blame_cases: dict[str, BlameCase] = {}
@@ -574,12 +581,13 @@ class FleetState(msgspec.Struct, kw_only=True):
     deadline_sequence: int = 0
     """Number of the last queued deadline; orders deadlines with equal times."""
     reachable_nodes: set[NodeId] = set()
+    """Nodes with ``liveness.reachable``; each has a queued silence deadline."""
     silent_nodes: set[NodeId] = set()
-    """Reachable nodes beyond their first deadline, or with a closed connection."""
+    """Reachable nodes beyond their first deadline, or with a closed connection. None of them is healthy."""
     silence_counts: dict[str, SilenceCount] = {}
     """Reachable and silent nodes of each group (rack, switch, driver version and so on)."""
     silent_groups: set[str] = set()
-    """Groups in which too many nodes are silent at once."""
+    """Groups in which too many nodes are silent at once; ``correlated_silence`` lasts while there is one."""
     correlated_silence: CorrelatedSilence | None = None
     correlated_silence_ended_at: float = 0.0
     unseen_nodes: set[NodeId] = set()
@@ -589,7 +597,8 @@ class FleetState(msgspec.Struct, kw_only=True):
     rejoin_window_latest_at: float = 0.0
     """Latest end of that wait."""
     deferred_evictions: dict[str, dict[NodeId, None]] = {}
-    """Nodes whose eviction is deferred, by the scope that defers it."""
+    """Nodes whose eviction is deferred, by the scope that defers it; no scope is empty. Each scope has a queued
+    deadline, except the fleet and the database, which end by events."""
     node_shortages: dict[JobId, tuple[float, str]] = {}
     """Jobs that can spare no node: the time until which this is taken as known, and the reason."""
     observer: ObserverState = msgspec.field(default_factory=ObserverState)
@@ -603,8 +612,8 @@ class FleetState(msgspec.Struct, kw_only=True):
     """Reason why the database cannot be written now; empty while it can."""
     database_outage_since: float = 0.0
     job_by_node: dict[NodeId, JobId] = {}
-    """Running job whose roster, or outgoing roster, contains the node."""
+    """Running job whose roster, or outgoing roster, contains the node. No two running jobs share a node."""
     ignored_counts: dict[str, int] = {}
     """Number of dropped events, by reason."""
-    audit_counts: dict[tuple[AuditLink, str], int] = {}
-    """Number of judged audit cases, by link and outcome (``core.health.audits``)."""
+    audit_counts: dict[tuple[AuditKind, str], int] = {}
+    """Number of judged audit cases, by kind of audit and outcome (``core.judgement.audits``)."""

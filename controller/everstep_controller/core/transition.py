@@ -15,7 +15,7 @@ from everstep.ids import JobId, NodeId, Rank
 from everstep.vocabulary import Action, Decision, Finding, FindingKind, Severity, Verdict
 from everstep.wire.v1.directives import AnyDirective
 from everstep_controller.core import effects
-from everstep_controller.core.effects import AuditEntry, Effect, Remediation
+from everstep_controller.core.effects import Effect, EventLogEntry, Remediation
 from everstep_controller.core.records import MAX_HISTORY_ENTRIES, HistoryEntry, HistoryKind, UndecidedReason
 from everstep_controller.core.state import DeadlineKind, FleetState, Ignored, JobProgress
 
@@ -256,7 +256,7 @@ class Transition:
         if node in self.state.nodes:
             self.emit(effects.Send(node, body))
 
-    def audit(
+    def log_event(
         self,
         kind: str,
         sentence: str,
@@ -267,7 +267,7 @@ class Transition:
         trace: str | None = None,
         data: dict[str, str] | None = None,
     ) -> None:
-        entry = AuditEntry(
+        entry = EventLogEntry(
             kind=kind,
             sentence=sentence,
             at=self.now,
@@ -277,7 +277,7 @@ class Transition:
             generation=generation,
             data=data or {},
         )
-        self.emit(effects.Audit(entry))
+        self.emit(effects.AppendToEventLog(entry))
 
     def add_verdict(
         self,
@@ -289,7 +289,7 @@ class Transition:
         evidence: tuple[Finding, ...] = (),
         trace: str | None = None,
     ) -> None:
-        """Emit a verdict on ``node``, with an entry in its history and in the audit log."""
+        """Emit a verdict on ``node``, with an entry in its history and in the event log."""
         record = self.state.nodes[node]
         record.history.verdict_count += 1
         verdict = Verdict(
@@ -306,7 +306,7 @@ class Transition:
         if decision in STATE_CHANGING_DECISIONS:
             record.history.current_verdict_id = self._verdict_ids[node] = verdict.id
         self.append_history(node, HistoryKind.VERDICT, f"{decision}: {sentence}", {"verdict": verdict.id})
-        self.audit(f"verdict.{decision}", sentence, node=node, trace=verdict.trace, data={"verdict": verdict.id})
+        self.log_event(f"verdict.{decision}", sentence, node=node, trace=verdict.trace, data={"verdict": verdict.id})
 
     def make_finding(
         self,
@@ -320,7 +320,7 @@ class Transition:
         threshold: float | None = None,
         evidence: dict[str, str] | None = None,
     ) -> Finding:
-        """Return a finding of the controller that stands since now; ``offences.raise_controller_finding`` stores it."""
+        """Return a finding of the controller that stands since now; ``raise_finding`` stores it."""
         return Finding(
             kind=kind,
             subject=subject,
@@ -333,6 +333,40 @@ class Transition:
             trace=self.trace,
             evidence=evidence or {},
         )
+
+    def raise_finding(self, node: NodeId, finding: Finding, lasts_s: float = 0.0, proof: str = "") -> None:
+        """Store a finding of the controller until it is cleared, or not seen for ``lasts_s`` seconds (0.0: no limit).
+
+        It is judged by its rule at the end of the event (``findings.judge_controller_findings``), or earlier if a rule
+        needs the result.
+        """
+        health = self.state.nodes[node].health
+        before = health.controller_findings.get(finding.key)
+        self.controller_finding_changes.append(ControllerFindingChange(node, before, finding, proof))
+        health.controller_findings[finding.key] = finding
+        self.mark_node_changed(node)
+        health.controller_findings_until.pop(finding.key, None)
+        if lasts_s:
+            self.extend_finding(node, finding.key, lasts_s)
+
+    def extend_finding(self, node: NodeId, key: str, lasts_s: float) -> None:
+        """Extend a standing finding of the controller by ``lasts_s`` seconds from now."""
+        self.state.nodes[node].health.controller_findings_until[key] = self.now + lasts_s
+        self.mark_node_changed(node)
+        self.schedule_treatment(self.now + lasts_s, node)
+
+    def clear_findings(self, node: NodeId, keys: Iterable[str] | None = None, reason: str = "") -> None:
+        """Clear the controller's findings with these keys, or all. ``reason`` is the sentence for the event log."""
+        record = self.state.nodes[node]
+        for key in list(record.health.controller_findings if keys is None else keys):
+            finding = record.health.controller_findings.pop(key, None)
+            record.health.controller_findings_until.pop(key, None)
+            if finding is None:
+                continue
+            if key in record.quarantine.causes:
+                record.quarantine.cause_cleared_at[key] = self.now
+            self.mark_node_changed(node)
+            self.controller_finding_changes.append(ControllerFindingChange(node, finding, None, reason))
 
     def append_history(
         self, node: NodeId, kind: HistoryKind, sentence: str, detail: dict[str, str] | None = None
@@ -371,9 +405,9 @@ class Transition:
         puts += [effects.PutNode(node, state.nodes[node]) for node in self._changed_nodes]
         puts += [effects.PutJob(job, state.jobs[job]) for job in self._changed_jobs]
         requests: list[Effect] = []
-        for one in self._remediations:
-            verdict_id = self._verdict_ids.get(one.node, one.verdict_id)
-            requests.append(effects.RequestRemediation(msgspec.structs.replace(one, verdict_id=verdict_id)))
+        for remediation in self._remediations:
+            verdict_id = self._verdict_ids.get(remediation.node, remediation.verdict_id)
+            requests.append(effects.RequestRemediation(msgspec.structs.replace(remediation, verdict_id=verdict_id)))
         return puts + self._effects + requests
 
 

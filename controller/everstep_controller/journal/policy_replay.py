@@ -14,15 +14,15 @@ from pathlib import Path
 import msgspec
 
 from everstep.errors import BY_CODE, Conflict, EverstepError, NotFound, Unavailable
-from everstep.parent_process import die_with_parent
+from everstep.host.parent_process import die_with_parent
 from everstep.policy_trial_results import describe_result, evicted_node, newest_per_node, recording_gaps
 from everstep.vocabulary import Decision, Verdict
 from everstep.wire.v1.operator_history import PolicyTrialRequest, PolicyTrialResult, RecordedSpan
-from everstep_controller import rulebook
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.core.state import FleetState
 from everstep_controller.journal.recorder import segments
 from everstep_controller.journal.replay import replay
+from everstep_controller.policy import rulebook
 
 MAX_RESULT_ENTRIES = 1000
 
@@ -53,7 +53,9 @@ def replay_with_policy(journal: Path, policy: CorePolicy, since: float) -> Polic
                 then += [(evicted_node(line), line) for line in step.recorded if _evicts(line)]
         state = segment.state
         spans.append(RecordedSpan(begins_at=begins_at, ends_at=newest, epoch=state.epoch))
-    spans = [msgspec.structs.replace(one, begins_at=max(one.begins_at, since)) for one in spans if one.ends_at >= since]
+    spans = [
+        msgspec.structs.replace(span, begins_at=max(span.begins_at, since)) for span in spans if span.ends_at >= since
+    ]
     counts_now, counts_then = Counter(node for node, _ in now), Counter(node for node, _ in then)
     result = PolicyTrialResult(
         since=began or 0.0,
@@ -72,7 +74,6 @@ def _evicts(line: str) -> bool:
     return line.startswith("verdict ") and f"({Decision.EVICT}): " in line
 
 
-# ---- trial process
 # ``python -m everstep_controller.journal.policy_replay PARENT`` reads the arguments of ``replay_with_policy`` from
 # standard input and writes a TrialReply to standard output. The process ends with its parent.
 #

@@ -26,7 +26,7 @@ import msgspec
 
 from everstep import __version__
 from everstep.errors import DECODE_ERRORS, ConfigurationError, MalformedMessage, Unavailable
-from everstep.private_files import make_private_directories
+from everstep.host.private_files import make_private_directories
 from everstep_controller.core import engine
 from everstep_controller.core.effects import Effect, describe, digest
 from everstep_controller.core.events import Event, ReportArrived

@@ -24,7 +24,7 @@ from everstep_controller.core.events import Event, HeartbeatChanged, OperatorCom
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.core.state import FleetState
 from everstep_controller.journal.recorder import JournalEntry, read_segment, segments
-from everstep_controller.rulebook import with_rules
+from everstep_controller.policy.rulebook import with_rules
 
 HIDDEN_DIFFERENCE = (
     "! the decisions print the same but differ in details: nodes, GPUs, groups, a record or other fields of a directive"

@@ -15,14 +15,14 @@ from everstep.bearer_tokens import epoch_proof, is_epoch_proof
 from everstep.clock import Clock
 from everstep.errors import EverstepError
 from everstep.wire.v1.agent import LeadershipProof
-from everstep_controller.api.credentials import Keyring
+from everstep_controller.auth.credentials import Keyring
 from everstep_controller.config import ControllerSettings
-from everstep_controller.core.effects import AuditEntry
-from everstep_controller.leadership.lease import LeaderReachability, LeaseTenure, Resignation, StandbyReport
-from everstep_controller.runtime.commit_buffer import DatabaseOutage
+from everstep_controller.core.effects import EventLogEntry
+from everstep_controller.leadership.lease import LeaderReachability, LeaseTenure, Resignation
 from everstep_controller.runtime.loop import FleetLoop
 from everstep_controller.runtime.transaction import Transaction, new_trace
-from everstep_controller.store.database_errors import LeadershipLost
+from everstep_controller.store.database_errors import DatabaseOutage, LeadershipLost
+from everstep_controller.store.rows import StandbyReport
 
 CHECKS_PER_SECOND = 16
 """Agents asked per second. One that reaches the other controller is enough; a whole fleet would overload standbys."""
@@ -72,8 +72,6 @@ class EpochCheck:
         return {"epoch": self._epoch, "proof": epoch_proof(self._keyring.secrets[0], self._epoch)}
 
 
-# ---- standby contacts: notices to people, and resignation
-
 log = logging.getLogger(__name__)
 
 RECENT_HEARTBEATS = 3.0
@@ -93,7 +91,7 @@ class StandbyMonitor:
         self._reachability = LeaderReachability(settings.resign_after_s, settings.lease_s)
 
     async def check(self, report: StandbyReport) -> Resignation | None:
-        """Return a resignation if the standbys' report demands one; it is in the audit log when this method returns."""
+        """Return a resignation if the standbys' report demands one; it is in the event log when this method returns."""
         self.report = report
         if not self._after_s:
             return None
@@ -104,22 +102,22 @@ class StandbyMonitor:
             recent_nodes = sum(node.heartbeats.last_seen_at >= since for node in nodes)
         found = self._reachability.evaluate(self._clock.monotonic(), recent_nodes, report)
         if isinstance(found, Resignation):
-            return found if await self._write_audit("controller.resigned", found.sentence) else None
+            return found if await self._write_event("controller.resigned", found.sentence) else None
         if found is not None:
             log.warning("%s", found.sentence)
-            await self._write_audit(found.kind, found.sentence)
+            await self._write_event(found.kind, found.sentence)
         return None
 
-    async def _write_audit(self, kind: str, sentence: str) -> bool:
-        """Return whether the entry was written to the audit log. The lease is not renewed meanwhile."""
+    async def _write_event(self, kind: str, sentence: str) -> bool:
+        """Return whether the entry was written to the event log. The lease is not renewed meanwhile."""
 
         def note(tx: Transaction, now: float) -> None:
-            tx.add_audit_entry(AuditEntry(kind=kind, sentence=sentence, at=now, trace=new_trace()))
+            tx.add_event_log_entry(EventLogEntry(kind=kind, sentence=sentence, at=now, trace=new_trace()))
 
         try:
             async with asyncio.timeout(self._patience_s):
                 await self._loop.submit(note)
         except (EverstepError, TimeoutError) as error:
-            log.warning("%s could not be written to the audit log: %s", kind, error or "the database is slow")
+            log.warning("%s could not be written to the event log: %s", kind, error or "the database is slow")
             return False
         return True

@@ -6,6 +6,7 @@ import msgspec
 
 from everstep.clock import Clock
 from everstep.errors import Unavailable
+from everstep_controller.store.rows import LeaseView, StandbyReport
 
 # ---- lease
 # The lease is one row in the database, in the database's time, beside an advisory lock that the leader's session holds.
@@ -15,18 +16,6 @@ from everstep.errors import Unavailable
 
 SAFETY_SHARE = 0.1
 """Share of the lease that a leader gives up early: far more than the speeds of two clocks differ (0.1% at worst)."""
-
-
-class LeaseView(msgspec.Struct, frozen=True, kw_only=True):
-    """The lease as read once from the database."""
-
-    epoch: int  # epoch of the lease
-    newest_epoch: int  # newest epoch over this database; larger than ``epoch`` if that one had no lease
-    holder: str
-    address: str
-    expires_in_s: float  # by the database's clock; negative after the end
-    is_lock_free: bool  # nobody holds the lock of ``epoch``
-    successor: str = ""  # controller for which the holder has just resigned; else empty
 
 
 def reason_to_lead(lease: LeaseView, name: str, *, database_was_unavailable: bool) -> str:
@@ -57,10 +46,10 @@ class NotLeadingError(Unavailable):
 class LeaseTenure:
     """A leader's knowledge of its own lease, by its monotonic clock.
 
-    The leader may answer while nobody can have taken its lease; a renewal counts from the moment of its request. While
-    the database is unavailable nobody can take the lease either, so each failed renewal extends the tenure if renewals
-    follow one another without a gap. A process that was paused has a gap, and must renew first. Whether the database is
-    unavailable to others too is unknown here (see ``everstep_controller.leadership.leader_checks``).
+    The leader may answer while no other controller can have taken its lease; a renewal counts from the moment of its
+    request. While the database is unavailable none can take the lease either, so each failed renewal extends the tenure
+    if renewals follow one another without a gap. A process that was paused has a gap, and must renew first. Whether the
+    database is unavailable to others too is unknown here (see ``everstep_controller.leadership.leader_checks``).
     """
 
     def __init__(self, clock: Clock, lease_s: float) -> None:
@@ -109,7 +98,7 @@ class LeaseTenure:
 # ---- resignation
 # A leader renews its lease as long as it reaches the database, even if none of its nodes reaches the leader. Standbys
 # detect this: nodes contact them persistently, and they write down how many. Missed heartbeats alone prove nothing,
-# because a fleet that is down contacts nobody.
+# because a fleet that is down contacts no controller.
 
 CUT_OFF_RATIO = 10
 """A leader is cut off if one standby has this many times as many contacting nodes as the leader hears. If both reach a
@@ -122,13 +111,6 @@ PARTITION_FACTOR = 2.0
 """A partition is reported after this many resignation delays: contacts from before a failover count for a while."""
 
 
-class StandbyReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Standbys' contacts and recent resignations, as stored beside the lease."""
-
-    contacts: dict[str, int] = {}  # persistent nodes by standby, from the last seconds
-    resignations: int = 0  # consecutive resignations, each within an hour of the one before
-
-
 class Resignation(msgspec.Struct, frozen=True):
     """A decision that this leader gives its lease to ``successor``."""
 
@@ -137,7 +119,7 @@ class Resignation(msgspec.Struct, frozen=True):
 
 
 class LeadershipNotice(msgspec.Struct, frozen=True):
-    """A notice to people, written to the audit log."""
+    """A notice to people, written to the event log."""
 
     kind: str
     sentence: str
@@ -218,7 +200,7 @@ class LeaderReachability:
 
 # ---- contacts of a standby
 # An agent that starts or loses its session tries its addresses in turn. It contacts a standby once, or for as long as
-# nobody leads. An agent that does not reach the leader contacts the standby again and again.
+# no controller leads. An agent that does not reach the leader contacts the standby again and again.
 
 CONTACT_GAP_S = 10.0
 """Maximum seconds between two contacts of a streak: agents wait some seconds for an address."""

@@ -14,12 +14,12 @@ from sqlalchemy import Engine
 
 from everstep.clock import Clock
 from everstep_controller.leadership import lease
-from everstep_controller.leadership.lease import LeaseTenure, LeaseView, StandbyReport
+from everstep_controller.leadership.lease import LeaseTenure
+from everstep_controller.leadership.takeover_gate import TakeoverGate
 from everstep_controller.runtime.startup_state import NO_RECORDS, KnownRecords
-from everstep_controller.server.connections import TakeoverGate
 from everstep_controller.store.database_errors import DatabaseUnavailable, LeadershipLost, LeaseResigned
 from everstep_controller.store.leases import LeaseSession, claim
-from everstep_controller.store.rows import LoadedState
+from everstep_controller.store.rows import LeaseView, LoadedState, StandbyReport
 from everstep_controller.store.threads import CallTimeout, DatabaseStore, DatabaseThread
 
 log = logging.getLogger(__name__)

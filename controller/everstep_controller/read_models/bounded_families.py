@@ -46,16 +46,17 @@ def late_ranks(state: FleetState, job: JobRecord) -> LateRanks | None:
         return None
     number, ranks = spec.number, spec.world_size
     measured = [
-        one
-        for one in live.progress.by_rank.values()
-        if one.busy_s is not None and one.generation == number and one.rank < ranks
+        progress
+        for progress in live.progress.by_rank.values()
+        if progress.busy_s is not None and progress.generation == number and progress.rank < ranks
     ]
     if not measured:
         return None
     own_s = sorted(map(_BUSY_S, measured))  # numbers alone sort five times as fast as pairs with their ranks
     limit = own_s[-RANKS_SHOWN:][0]
-    slowest = sorted((one for one in measured if _BUSY_S(one) >= limit), key=_BUSY_S, reverse=True)[:RANKS_SHOWN]
-    named = tuple((one.rank, spec.node_of(one.rank), _BUSY_S(one)) for one in slowest)
+    slowest = sorted((progress for progress in measured if _BUSY_S(progress) >= limit), key=_BUSY_S, reverse=True)
+    shown = slowest[:RANKS_SHOWN]
+    named = tuple((progress.rank, spec.node_of(progress.rank), _BUSY_S(progress)) for progress in shown)
     return LateRanks(own_s[(len(own_s) - 1) // 2], named)
 
 

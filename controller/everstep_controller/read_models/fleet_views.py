@@ -9,6 +9,7 @@ import asyncio
 from bisect import bisect_right
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 
@@ -22,19 +23,17 @@ from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.operator import GenerationRecovery, ProbeRow, ProbeStatus, ProgressHistory, ProgressSample
 from everstep.wire.v1.training import AnyReport, GenerationSpec, ProbeFinished, RankProgress, Resumed
 from everstep_controller.core.health.eviction import budget_left, eviction_scopes
-from everstep_controller.core.health.maintenance import planned_windows
 from everstep_controller.core.health.offences import offender_score
 from everstep_controller.core.health.outbreaks import active_outbreaks, signature, spared_findings_of
-from everstep_controller.core.jobs import membership
+from everstep_controller.core.maintenance import planned_windows
 from everstep_controller.core.needs import is_unblemished, list_needs, service_faults
 from everstep_controller.core.records import IN_SERVICE, JobRecord, NodeRecord
+from everstep_controller.core.seats import membership
 from everstep_controller.core.state import FleetState
-from everstep_controller.leadership.lease import StandbyReport
 from everstep_controller.read_models.gpu_gauges import GpuGaugeTable
 from everstep_controller.read_models.run_totals import RunTotals
-from everstep_controller.runtime.commit_buffer import DatabaseOutage
-from everstep_controller.runtime.push import Outbox
-from everstep_controller.store.rows import decode_cursor, encode_cursor
+from everstep_controller.store.database_errors import DatabaseOutage
+from everstep_controller.store.rows import StandbyReport, decode_cursor, encode_cursor
 
 # ---- trackers
 # The core only counts the ranks that resumed and the nodes that passed a probe. The trackers keep the remaining
@@ -164,8 +163,8 @@ class ProbeTracker:
     def page(self, node: str, cursor: str, limit: int) -> tuple[tuple[ProbeStatus, ...], str]:
         """Return a page of probes with ``node``, newest first, and the next cursor. Raises MalformedMessage."""
         place = decode_cursor(cursor, (int,))
-        before = (one for one in self.newest() if place is None or _number(one.probe) < place[0])
-        found = [one for one in before if not node or node in one.nodes]
+        before = (probe for probe in self.newest() if place is None or _number(probe.probe) < place[0])
+        found = [probe for probe in before if not node or node in probe.nodes]
         more = len(found) > limit
         return tuple(found[:limit]), encode_cursor([_number(found[limit - 1].probe)]) if more else ""
 
@@ -223,11 +222,27 @@ NEEDS_LISTED = 200  # needs of a person that the fleet's status lists
 OUTBREAK_NODES_NAMED = 32  # most nodes of an outbreak that the fleet's status names
 
 
+class DirectiveCounts(Protocol):
+    """The part of the outbox that views read."""
+
+    def connected_count(self) -> int:
+        """Return the number of nodes with a session."""
+
+    def has_receiver(self, node: str) -> bool:
+        """Return whether the node has a session."""
+
+    def pending_count(self, node: str) -> int:
+        """Return the number of the node's unacknowledged directives."""
+
+    def total_pending(self) -> int:
+        """Return the number of unacknowledged directives of all nodes."""
+
+
 class ViewContext(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that a view may read."""
 
     state: FleetState
-    outbox: Outbox
+    outbox: DirectiveCounts
     epoch: int
     started_at: float
     now: Callable[[], float]
@@ -316,15 +331,15 @@ def outbreaks(state: FleetState) -> tuple[op.Outbreak, ...]:
     known = len(state.nodes)
     return tuple(
         op.Outbreak(
-            finding=one.name,
-            rule=one.rule,
-            count=len(one.nodes),
-            nodes=one.nodes[:OUTBREAK_NODES_NAMED],
-            since=one.since,
-            sentence=one.sentence(known),
-            advice=one.advice(),
+            finding=outbreak.name,
+            rule=outbreak.rule,
+            count=len(outbreak.nodes),
+            nodes=outbreak.nodes[:OUTBREAK_NODES_NAMED],
+            since=outbreak.since,
+            sentence=outbreak.sentence(known),
+            advice=outbreak.advice(),
         )
-        for one in active_outbreaks(state)
+        for outbreak in active_outbreaks(state)
     )
 
 
@@ -409,7 +424,7 @@ def node_detail(context: ViewContext, node: str) -> op.NodeDetail:
         evictions=len(record.history.eviction_times),
         pending_directives=context.outbox.pending_count(node),
         registered_at=record.identity.registered_at,
-        offence_score=round(offender_score(record, context.now(), context.state.policy.offender_half_life_s), 3),
+        offence_score=round(offender_score(record, context.now(), context.state.policy.offenders.half_life_s), 3),
         hold_reason=record.scheduling.hold_reason,
         external_cordon_by=record.scheduling.external_cordon_by,
         maintenance_until=record.scheduling.maintenance_until,
@@ -469,15 +484,15 @@ def _extremes(progress: Mapping[Rank, RankProgress], number: int) -> tuple[int |
     It is one pass, since reading 10,000 ranks from memory takes longer than comparing them.
     """
     step, step_s, until_step = None, 0.0, 0
-    for one in progress.values():
-        if one.generation != number:
+    for rank_progress in progress.values():
+        if rank_progress.generation != number:
             continue
-        if step is None or one.step < step:
-            step = one.step
-        if one.step_s > step_s:
-            step_s = one.step_s
-        if one.until_step > until_step:
-            until_step = one.until_step
+        if step is None or rank_progress.step < step:
+            step = rank_progress.step
+        if rank_progress.step_s > step_s:
+            step_s = rank_progress.step_s
+        if rank_progress.until_step > until_step:
+            until_step = rank_progress.until_step
     return step, step_s, until_step
 
 
@@ -504,15 +519,16 @@ def job_detail(context: ViewContext, job: str) -> op.JobDetail:
         store=spec.store if spec else None,
         ranks=tuple(
             op.RankStatus(
-                rank=one.rank,
-                node=spec.node_of(one.rank),
-                step=one.step,
-                step_s=one.step_s,
-                loss=one.loss,
-                busy_s=one.busy_s,
+                rank=rank_progress.rank,
+                node=spec.node_of(rank_progress.rank),
+                step=rank_progress.step,
+                step_s=rank_progress.step_s,
+                loss=rank_progress.loss,
+                busy_s=rank_progress.busy_s,
+                snapshot_every=rank_progress.snapshot_every,
             )
-            for one in map(progress.__getitem__, sorted(progress))
-            if spec is not None and one.generation == spec.number and one.rank < spec.world_size
+            for rank_progress in map(progress.__getitem__, sorted(progress))
+            if spec is not None and rank_progress.generation == spec.number and rank_progress.rank < spec.world_size
         ),
         ineligible_nodes=ineligible_nodes(context.state, record),
         created_at=record.progress.created_at,
@@ -560,20 +576,20 @@ def fleet_status(context: ViewContext, jobs: Iterable[op.JobSummary]) -> op.Flee
 def budget_status(context: ViewContext) -> operator_history.BudgetStatus:
     state, fleet = context.state, context.state.fleet
     return operator_history.BudgetStatus(
-        window_s=state.policy.eviction_window_s,
+        window_s=state.policy.budget.window_s,
         breaker=fleet.breaker_reason,
         breaker_at=fleet.breaker_since,
         scopes=tuple(
             operator_history.BudgetScope(
-                kind=one.kind,
-                name=one.name,
-                limit=one.limit,
-                used=one.used,
-                remaining=0 if fleet.breaker_reason else one.remaining,
-                nodes=one.node_count,
-                next_free_at=0.0 if fleet.breaker_reason else one.next_free_at,
+                kind=scope.kind,
+                name=scope.name,
+                limit=scope.limit,
+                used=scope.used,
+                remaining=0 if fleet.breaker_reason else scope.remaining,
+                nodes=scope.node_count,
+                next_free_at=0.0 if fleet.breaker_reason else scope.next_free_at,
             )
-            for one in eviction_scopes(state, context.now())
+            for scope in eviction_scopes(state, context.now())
         ),
         deferred=tuple(
             operator_history.DeferredEviction(

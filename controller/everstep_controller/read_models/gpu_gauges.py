@@ -33,7 +33,7 @@ class GpuGaugeTable:
     def of_node(self, record: NodeRecord) -> NodeGpus:
         """Return the GPUs of the node's registration with their gauges, as far as known."""
         received_at, encoded = self._newest.get(record.node, (None, b"\x90"))  # an empty array
-        known = {one.index: msgspec.structs.asdict(one) for one in _DECODER.decode(encoded)}
+        known = {gauges.index: msgspec.structs.asdict(gauges) for gauges in _DECODER.decode(encoded)}
         return NodeGpus(
             node=record.node,
             received_at=received_at,

@@ -8,27 +8,23 @@ from __future__ import annotations
 
 from collections import Counter as Tally
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
-from typing import get_args
+from typing import Protocol, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from everstep import __version__
-from everstep.vocabulary import AuditLink, Decision, GenerationReason, JobState, NodeState, Severity, Verdict
+from everstep.vocabulary import AuditKind, Decision, GenerationReason, JobState, NodeState, Severity, Verdict
 from everstep.wire.v1.operator import JobSummary
-from everstep_controller.api.admission import LIMITS, AdmissionControl
-from everstep_controller.api.stream import StreamReservations
 from everstep_controller.core import events as ev
-from everstep_controller.core.health.audits import OUTCOMES, PROGRAM
 from everstep_controller.core.health.outbreaks import active_outbreaks
+from everstep_controller.core.judgement.audits import OUTCOMES, PROGRAM
 from everstep_controller.core.needs import list_needs
 from everstep_controller.core.state import FleetState, Ignored
 from everstep_controller.read_models import bounded_families, fleet_views
 from everstep_controller.read_models.bounded_families import PREFIX, LateRanks
-from everstep_controller.runtime.intake import Urgency
-from everstep_controller.runtime.push import Outbox
-from everstep_controller.store.rows import AuditRow
+from everstep_controller.store.rows import EventLogRow
 
 _FAST = (0.00001, 0.0000316, 0.0001, 0.000316, 0.001, 0.00316, 0.01, 0.0316, 0.1, 1.0)
 _COMMIT = (0.0001, 0.000316, 0.001, 0.00316, 0.01, 0.0316, 0.1, 0.316, 1.0, 10.0)
@@ -37,14 +33,25 @@ _RECOVERY_REASONS = tuple(str(reason) for reason in GenerationReason if reason i
 _COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 
+class BufferedAnswers(Protocol):
+    """Answers in progress, as far as their gauges need them."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def buffered_bytes(self) -> int:
+        """Bytes that clients have not read yet."""
+
+
 class Metrics:
     """Counters and histograms, in one registry per controller.
 
     A series with predictable labels exists from the start, at 0, because ``increase()`` misses the first event of a
-    series that begins with it. ``heartbeats`` is the number of heartbeats answered.
+    series that begins with it. ``urgencies`` and ``request_limits`` are such labels: of requests that the full queue
+    sheds, and of requests over a limit. ``heartbeats`` is the number of heartbeats answered.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, urgencies: Iterable[str] = (), request_limits: Iterable[str] = ()) -> None:
         self.registry = CollectorRegistry()
         self.heartbeats = 0
         ProcessCollector(registry=self.registry)
@@ -58,7 +65,7 @@ class Metrics:
             "agent_sessions_cut", "Sessions closed because the agent did not read its directives."
         )
         self.events_suppressed = self._counter(
-            "events_suppressed", "Audit entries suppressed by the per-node rate limit."
+            "events_suppressed", "Event log entries suppressed by the per-node rate limit."
         )
         self._reports = self._counter("reports", "Reports accepted.")
         self._repeated = self._counter("reports_repeated", "Reports dropped because they were accepted before.")
@@ -79,15 +86,15 @@ class Metrics:
         )
         _export_version(self.registry)
         for family, labels in (
-            (self._shed, Urgency),
-            (self._over_limit, LIMITS),
+            (self._shed, urgencies),
+            (self._over_limit, request_limits),
             (self._verdicts, Decision),
             (self._recovery, _RECOVERY_REASONS),
         ):
             for label in labels:
                 family.labels(str(label))
 
-    def watch(self, requests: AdmissionControl, streams: StreamReservations) -> None:
+    def watch(self, requests: BufferedAnswers, streams: BufferedAnswers) -> None:
         """Export the requests in progress and the open event streams."""
         self._gauge("requests_in_flight", "Requests in progress, without those of agents.", lambda: len(requests))
         self._gauge("answers_buffered_bytes", "Bytes of responses being sent.", lambda: requests.buffered_bytes)
@@ -105,7 +112,7 @@ class Metrics:
         return Histogram(PREFIX + name, text, labels, buckets=buckets, registry=self.registry)
 
     def over_limit(self, limit: str) -> None:
-        """Count a request that was refused for one of LIMITS."""
+        """Count a request that was refused for a per-client limit."""
         self._over_limit.labels(limit).inc()
 
     def observe_event(self, kind: str, seconds: float) -> None:
@@ -116,8 +123,8 @@ class Metrics:
         self._commit.observe(seconds)
         self._commit_events.observe(events)
 
-    def count_shed(self, urgency: Urgency) -> None:
-        self._shed.labels(urgency.value).inc()
+    def count_shed(self, urgency: str) -> None:
+        self._shed.labels(urgency).inc()
 
     def count_reports(self, accepted: int, repeated: int) -> None:
         self._reports.inc(accepted)
@@ -130,7 +137,7 @@ class Metrics:
         for verdict in verdicts:
             self._verdicts.labels(verdict.decision).inc()
 
-    def count_user_errors(self, rows: Iterable[AuditRow]) -> None:
+    def count_user_errors(self, rows: Iterable[EventLogRow]) -> None:
         for row in rows:
             if row.kind == "user_error":
                 self._user_errors.labels(row.job).inc()
@@ -245,7 +252,7 @@ class FleetCollector(Collector):
         yield _gauge("evictions_deferred", "Nodes whose eviction is deferred.", deferred)
 
 
-def _fleet(state: FleetState, outbox: Outbox, now: float) -> Iterator[Metric]:
+def _fleet(state: FleetState, outbox: fleet_views.DirectiveCounts, now: float) -> Iterator[Metric]:
     yield _gauge("agents_connected", "Nodes with a session.", outbox.connected_count())
     yield _gauge("outbox_depth", "Directives not yet acknowledged.", outbox.total_pending())
     yield _gauge(
@@ -271,9 +278,9 @@ def _fleet(state: FleetState, outbox: Outbox, now: float) -> Iterator[Metric]:
 
 def _jobs(summaries: list[JobSummary]) -> Iterator[Metric]:
     info = GaugeMetricFamily(PREFIX + "job_state", "1 for the job's state.", labels=["run", "state"])
-    for one in summaries:
+    for summary in summaries:
         for state in JobState:
-            info.add_metric([one.job, state.value], one.state is state)
+            info.add_metric([summary.job, state.value], summary.state is state)
     yield info
     for name, text, field in (
         ("job_generation", "Generation number.", "generation"),
@@ -283,27 +290,29 @@ def _jobs(summaries: list[JobSummary]) -> Iterator[Metric]:
         ("job_step_seconds", "Step time of the slowest rank.", "step_s"),
         ("job_loss", "Newest loss reported by the lowest rank.", "loss"),
     ):
-        yield _gauge_by(name, text, "run", {one.job: getattr(one, field) for one in summaries})
-    committed = {one.job: one.committed.step if one.committed else 0 for one in summaries}
+        yield _gauge_by(name, text, "run", {summary.job: getattr(summary, field) for summary in summaries})
+    committed = {summary.job: summary.committed.step if summary.committed else 0 for summary in summaries}
     yield _gauge_by("job_committed_step", "Step of the newest committed version; 0 before the first.", "run", committed)
-    verified = {one.job: one.verified.step if one.verified else 0 for one in summaries}
+    verified = {summary.job: summary.verified.step if summary.verified else 0 for summary in summaries}
     yield _gauge_by("job_verified_step", "Step of the newest verified version; 0 before the first.", "run", verified)
 
 
 def _audits(state: FleetState, summaries: list[JobSummary]) -> Iterator[Metric]:
     jobs = {name for name, job in state.jobs.items() if job.spec.keeps_audited_version}
-    audited = {one.job: one.audited.step if one.audited else 0 for one in summaries if one.job in jobs}
+    audited = {
+        summary.job: summary.audited.step if summary.audited else 0 for summary in summaries if summary.job in jobs
+    }
     text = "Step of the newest version verified by audits; 0 before the first."
     yield _gauge_by("job_audited_step", text, "run", audited)
-    lag = {one.job: max(0, one.step - audited[one.job]) for one in summaries if one.job in jobs}
+    lag = {summary.job: max(0, summary.step - audited[summary.job]) for summary in summaries if summary.job in jobs}
     text = "Steps since the newest version verified by audits, which are computed again after a conviction."
     yield _gauge_by("job_audited_step_lag", text, "run", lag)
     cases = CounterMetricFamily(
-        PREFIX + "audit_cases", "Differences found by audits of training.", labels=["link", "outcome"]
+        PREFIX + "audit_cases", "Differences found by audits of training.", labels=["audit", "outcome"]
     )
-    for link in AuditLink:
+    for audit in AuditKind:
         for outcome in (*OUTCOMES.values(), PROGRAM):
-            cases.add_metric([link, outcome], state.audit_counts.get((link, outcome), 0))
+            cases.add_metric([audit, outcome], state.audit_counts.get((audit, outcome), 0))
     yield cases
 
 
@@ -313,15 +322,20 @@ def _storage_and_parity(state: FleetState) -> Iterator[Metric]:
     steps = {name: stored[name].version.step if name in stored else 0 for name in jobs}
     yield _gauge_by("job_storage_step", "Step of the newest checkpoint on storage; 0 before the first.", "run", steps)
     text = "Time at which the newest checkpoint on storage was complete (unix time)."
-    yield _gauge_by("job_storage_timestamp_seconds", text, "run", {n: one.stored_at for n, one in stored.items()})
+    yield _gauge_by(
+        "job_storage_timestamp_seconds", text, "run", {n: checkpoint.stored_at for n, checkpoint in stored.items()}
+    )
     pending = {name: job.spills.pending is not None for name, job in jobs.items()}
     yield _gauge_by("job_spill_in_progress", "1 while a version is being written to storage.", "run", pending)
     failed = {name: job.spills.failed_versions for name, job in jobs.items()}
     yield _gauge_by("job_spills_failed", "Versions that could not be written to storage.", "run", failed)
     parity = {name: job.parity for name, job in state.jobs.items() if job.spec.parity_group_size}
-    steps = {name: one.active.protection.version.step if one.active else 0 for name, one in parity.items()}
+    steps = {
+        name: parity_state.active.protection.version.step if parity_state.active else 0
+        for name, parity_state in parity.items()
+    }
     yield _gauge_by("job_parity_step", "Step of the version protected by parity; 0 before the first.", "run", steps)
-    failures = {name: one.failures_in_row for name, one in parity.items()}
+    failures = {name: parity_state.failures_in_row for name, parity_state in parity.items()}
     yield _gauge_by("job_parity_failures", "Consecutive versions without parity.", "run", failures)
 
 

@@ -80,14 +80,14 @@ def mistaken_traces(evictions: Iterable[Verdict], later: Iterable[Verdict]) -> f
     given, mistaken = list(evictions), set[str]()
     for back in later:
         if ROLLED_BACK in back.sentence:
-            before = [one for one in given if one.node == back.node and one.at <= back.at]
-            mistaken |= {one.trace for one in before[-1:]}
+            before = [verdict for verdict in given if verdict.node == back.node and verdict.at <= back.at]
+            mistaken |= {verdict.trace for verdict in before[-1:]}
     return frozenset(mistaken)
 
 
 def first_step_at(created_at: float, recoveries: Iterable[GenerationRecovery]) -> float:
     """Return when the first generation began to step, from which on time counts as lost."""
-    formed = next((one for one in recoveries if one.reason is GenerationReason.FORMED), None)
+    formed = next((recovery for recovery in recoveries if recovery.reason is GenerationReason.FORMED), None)
     return created_at if formed is None else formed.decided_at + (formed.duration_s or 0.0)
 
 
@@ -105,29 +105,29 @@ def priced_recoveries(
 
     ``mistaken``: traces of evictions that were rolled back; no restart would have been needed for them.
     """
-    for one in recoveries:
-        if one.reason is GenerationReason.FORMED or one.decided_at < began_at:
+    for recovery in recoveries:
+        if recovery.reason is GenerationReason.FORMED or recovery.decided_at < began_at:
             continue
-        took_s = max(0.0, ended_at - one.decided_at) if one.duration_s is None else one.duration_s
-        if one.after_step is not None and one.phases_s:  # until the boundary, the ranks trained
-            took_s = min(took_s, sum(one.phases_s.values()))
-        again = repeated_steps(one, samples)
-        is_failure = one.reason in FAILURES and not (one.reason in JUDGEMENTS and one.trace in mistaken)
+        took_s = max(0.0, ended_at - recovery.decided_at) if recovery.duration_s is None else recovery.duration_s
+        if recovery.after_step is not None and recovery.phases_s:  # until the boundary, the ranks trained
+            took_s = min(took_s, sum(recovery.phases_s.values()))
+        again = repeated_steps(recovery, samples)
+        is_failure = recovery.reason in FAILURES and not (recovery.reason in JUDGEMENTS and recovery.trace in mistaken)
         yield ReceiptRecovery(
-            generation=one.generation,
-            reason=one.reason,
-            sentence=one.sentence,
-            decided_at=one.decided_at,
-            ranks=one.world_size,
-            trace=one.trace,
-            duration_s=one.duration_s,
-            restored=one.restored,
-            phases_s=one.phases_s,
+            generation=recovery.generation,
+            reason=recovery.reason,
+            sentence=recovery.sentence,
+            decided_at=recovery.decided_at,
+            ranks=recovery.world_size,
+            trace=recovery.trace,
+            duration_s=recovery.duration_s,
+            restored=recovery.restored,
+            phases_s=recovery.phases_s,
             repeated_steps=again,
             lost_s=took_s + (again or 0) * step_s,
-            restart_lost_s=model.lost_s(one.decided_at - began_at) if is_failure else 0.0,
+            restart_lost_s=model.lost_s(recovery.decided_at - began_at) if is_failure else 0.0,
             is_failure=is_failure,
-            after_step=one.after_step,
+            after_step=recovery.after_step,
         )
 
 
@@ -136,15 +136,15 @@ def failure_costs(
 ) -> FailureCosts:
     """Return the sums over all recoveries, and the share of time that was not lost."""
     stepping_s = max(0.0, ended_at - began_at)
-    lost_s = sum(one.lost_s for one in recoveries)
+    lost_s = sum(recovery.lost_s for recovery in recoveries)
     return FailureCosts(
         checkpoint_interval_s=model.checkpoint_interval_s,
         restart_s=model.restart_s,
         stepping_s=stepping_s,
         lost_s=lost_s,
-        lost_rank_s=sum(one.lost_s * one.ranks for one in recoveries),
-        restart_lost_s=sum(one.restart_lost_s for one in recoveries),
-        restart_lost_rank_s=sum(one.restart_lost_s * one.ranks for one in recoveries),
+        lost_rank_s=sum(recovery.lost_s * recovery.ranks for recovery in recoveries),
+        restart_lost_s=sum(recovery.restart_lost_s for recovery in recoveries),
+        restart_lost_rank_s=sum(recovery.restart_lost_s * recovery.ranks for recovery in recoveries),
         effective_share=max(0.0, 1.0 - lost_s / stepping_s) if stepping_s else None,
     )
 
@@ -152,25 +152,27 @@ def failure_costs(
 def world_sizes(recoveries: Iterable[GenerationRecovery]) -> Iterator[WorldSize]:
     """Yield the number of ranks wherever it changes."""
     last = 0
-    for one in recoveries:
-        if one.world_size and one.world_size != last:
-            last = one.world_size
-            yield WorldSize(at=one.decided_at, generation=one.generation, ranks=last)
+    for recovery in recoveries:
+        if recovery.world_size and recovery.world_size != last:
+            last = recovery.world_size
+            yield WorldSize(at=recovery.decided_at, generation=recovery.generation, ranks=last)
 
 
 def evictions(verdicts: Iterable[Verdict]) -> Iterator[ReceiptEviction]:
     """Yield the verdicts that removed a node, each with the rule and the finding that it rests on."""
-    for one in verdicts:
-        finding = next((each for each in one.evidence if each.rule), one.evidence[0] if one.evidence else None)
+    for verdict in verdicts:
+        finding = next(
+            (each for each in verdict.evidence if each.rule), verdict.evidence[0] if verdict.evidence else None
+        )
         yield ReceiptEviction(
-            node=one.node,
-            decision=one.decision,
-            at=one.at,
-            sentence=one.sentence,
+            node=verdict.node,
+            decision=verdict.decision,
+            at=verdict.at,
+            sentence=verdict.sentence,
             rule="" if finding is None else finding.rule,
             evidence="" if finding is None else finding.message,
-            verdict=one.id,
-            trace=one.trace,
+            verdict=verdict.id,
+            trace=verdict.trace,
         )
 
 
@@ -210,10 +212,14 @@ def make_receipt(
     job = detail.summary
     result = _RESULTS.get(job.state, "running")
     ended_at = until if result == "running" else min(detail.since, until)
-    generations = [one for one in detail.recoveries if detail.created_at <= one.decided_at <= until]
+    generations = [recovery for recovery in detail.recoveries if detail.created_at <= recovery.decided_at <= until]
     began_at = first_step_at(detail.created_at, generations)
-    step_s = job.step_s or next((one.step_s for one in reversed(samples) if one.step_s), 0.0)
-    loss = next((one.loss for one in reversed(samples) if one.loss is not None), None) if job.loss is None else job.loss
+    step_s = job.step_s or next((sample.step_s for sample in reversed(samples) if sample.step_s), 0.0)
+    loss = (
+        next((sample.loss for sample in reversed(samples) if sample.loss is not None), None)
+        if job.loss is None
+        else job.loss
+    )
     priced = tuple(
         priced_recoveries(
             generations,
@@ -225,7 +231,7 @@ def make_receipt(
             mistaken=mistaken,
         )
     )
-    failures = sum(one.is_failure for one in priced)
+    failures = sum(recovery.is_failure for recovery in priced)
     return JobReceipt(
         format=RECEIPT_FORMAT,
         job=job.job,

@@ -1,4 +1,4 @@
-"""Describe each recovery as spans, from the first signal to the last rank's first step, out of the audit log alone.
+"""Describe each recovery as spans, from the first signal to the last rank's first step, out of the event log alone.
 
 Times of the signal and the decision are the log's. The phases come from the slowest rank and are laid end to end before
 the moment at which all ranks had resumed; what is left after the decision is the time that directives took.
@@ -12,10 +12,10 @@ from itertools import pairwise
 import msgspec
 
 from everstep.vocabulary import RECOVERY_STAGES, GenerationReason
-from everstep_controller.store.rows import AuditRow
+from everstep_controller.store.rows import EventLogRow
 
 MAX_TRACES = 512  # remembered until their recovery ends; the oldest are forgotten
-MAX_ROWS = 32  # first audit rows that are remembered of a trace; of an outbreak, the first say enough
+MAX_ROWS = 32  # first rows of the event log that are remembered of a trace; of an outbreak, the first say enough
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,16 +36,16 @@ class RecoverySpans(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RecoverySpanBuilder:
-    """Follows the audit log, and calls ``emit`` once for each recovery that ends.
+    """Follows the event log, and calls ``emit`` once for each recovery that ends.
 
     A recovery whose beginning an earlier controller recorded begins with the decision.
     """
 
     def __init__(self, emit: Callable[[RecoverySpans], None]) -> None:
         self._emit = emit
-        self._rows: dict[str, list[AuditRow]] = {}
+        self._rows: dict[str, list[EventLogRow]] = {}
 
-    def record(self, rows: Iterable[AuditRow]) -> None:
+    def record(self, rows: Iterable[EventLogRow]) -> None:
         """Record committed rows, in order."""
         for row in rows:
             if not row.trace:
@@ -61,7 +61,7 @@ class RecoverySpanBuilder:
                 del self._rows[next(iter(self._rows))]
 
 
-def build_spans(before: list[AuditRow], resumed: AuditRow) -> RecoverySpans | None:
+def build_spans(before: list[EventLogRow], resumed: EventLogRow) -> RecoverySpans | None:
     """Return the recovery that the row ``resumed`` ends, or None if that was a run's first start.
 
     ``before``: earlier rows of the same trace, in order.
@@ -107,7 +107,7 @@ def _stages(detail: dict[str, str], decided_at: float, resumed_at: float) -> Ite
 
 
 def _attributes(
-    resumed: AuditRow, reason: str, signals: list[AuditRow], detail: dict[str, str]
+    resumed: EventLogRow, reason: str, signals: list[EventLogRow], detail: dict[str, str]
 ) -> dict[str, str | int | float]:
     details = [_detail(row) for row in signals]
     found: dict[str, str | int | float] = {
@@ -116,20 +116,24 @@ def _attributes(
         "everstep.generation": resumed.generation or 0,
         "everstep.reason": reason,
         "everstep.node": next((row.node for row in signals if row.node), ""),
-        "everstep.rule": next((one["rule"] for one in details if one.get("rule")), ""),
-        "everstep.verdict": next((one["verdict"] for one in details if one.get("verdict")), ""),
+        "everstep.rule": next((verdict_detail["rule"] for verdict_detail in details if verdict_detail.get("rule")), ""),
+        "everstep.verdict": next(
+            (verdict_detail["verdict"] for verdict_detail in details if verdict_detail.get("verdict")), ""
+        ),
         "everstep.version": detail.get("restored", ""),
     }
     return {name: value for name, value in found.items() if value != ""}
 
 
-def _own_attributes(name: str, decision: AuditRow | None, detail: dict[str, str]) -> dict[str, str | int | float]:
+def _own_attributes(name: str, decision: EventLogRow | None, detail: dict[str, str]) -> dict[str, str | int | float]:
     if name == "decision" and decision is not None:
         return {"everstep.sentence": decision.sentence}
     slowest = {"everstep.slowest_rank": detail.get("slowest_rank", "")} if name in RECOVERY_STAGES else {}
-    phases = {f"everstep.phase.{one}_s": float(detail.get(f"{one}_s", 0.0)) for one in RECOVERY_STAGES.get(name, ())}
+    phases = {
+        f"everstep.phase.{phase}_s": float(detail.get(f"{phase}_s", 0.0)) for phase in RECOVERY_STAGES.get(name, ())
+    }
     return {**slowest, **phases}
 
 
-def _detail(row: AuditRow) -> dict[str, str]:
+def _detail(row: EventLogRow) -> dict[str, str]:
     return msgspec.json.decode(row.detail, type=dict[str, str])

@@ -250,7 +250,7 @@ class AlertNotifier:
         over = [name for name in self._stored if name not in self._notified]
         if self.state.database_outage or not (begun or over):
             return
-        rows = [AlertRow(fingerprint=one.fingerprint, doc=msgspec.json.encode(one).decode()) for one in begun]
+        rows = [AlertRow(fingerprint=alert.fingerprint, doc=msgspec.json.encode(alert).decode()) for alert in begun]
         try:
             await self.write(rows, over)
         except (DatabaseUnavailable, SQLAlchemyError) as error:

@@ -41,7 +41,7 @@ PATIENCE_S = {
     RemediationKind.REPAIR: 300.0,
 }
 """Seconds until an unconfirmed remediation is given up. A reboot waits for the node to be idle, and for its firmware's
-memory test. A cordon or uncordon is requested until the external system answers: if it were given up, nobody would
+memory test. A cordon or uncordon is requested until the external system answers: if it were given up, nothing would
 request it again."""
 _REPAIR_ACTIONS = frozenset({RemediationKind.RESET_GPU, RemediationKind.REBOOT})
 DEADLINE_SHARE = 0.9
@@ -278,7 +278,7 @@ class RemediationExecutor:
                 delay_s = max(error.retry_after_s, self.backoff.delay_s(attempt, self.uniform()))
                 await asyncio.sleep(min(delay_s, self.backoff.ceiling_s))
                 attempt += 1
-            except EverstepError as error:  # the node was deleted, so there is nobody to report to
+            except EverstepError as error:  # the node was deleted, so no record can take the outcome
                 log.warning("the outcome of remediation %s could not be recorded: %s", row.id, error)
                 return
 

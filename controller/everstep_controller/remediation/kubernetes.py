@@ -74,7 +74,7 @@ class KubernetesRemediator:
     def apply(self, remediation: Remediation) -> None:
         node = self._call(self._api.read_node, remediation.node)
         if _is_others(node):
-            if CORDON in _annotations(node):  # what remains of ours
+            if CORDON in _annotations(node):  # what remains of Everstep's cordon
                 self._patch(node, _merge_patch(NO_ANNOTATIONS, taints=_others_taints(node)))
             raise interface.foreign_cordon(remediation.node)
         change = self._change(node, remediation)
@@ -236,7 +236,7 @@ def _is_others(node: Any) -> bool:
 
 def _others_taints(node: Any) -> list[Any]:
     """Return the taints that are not ours; the client serializes them in a patch."""
-    return [one for one in node.spec.taints or () if one.key != TAINT["key"]]
+    return [taint for taint in node.spec.taints or () if taint.key != TAINT["key"]]
 
 
 def _boot_id(node: Any) -> str:

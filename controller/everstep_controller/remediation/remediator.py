@@ -33,7 +33,7 @@ class Remediator(Protocol):
     Raises:
         Unavailable: the external system does not answer; the call is repeated.
         RemediationIncomplete: a part of the request is delayed; the call is repeated.
-        Conflict: the request can never succeed (an unknown node, somebody else's cordon).
+        Conflict: the request can never succeed (an unknown node, a foreign cordon).
     """
 
     name: str
@@ -56,7 +56,7 @@ class Remediator(Protocol):
 
 
 def foreign_cordon(node: NodeId, detail: str = "") -> Conflict:
-    """Return the error for a node that somebody else has cordoned."""
+    """Return the error for a node that another system or person has cordoned."""
     by = f" ({detail})" if detail else ""
     return Conflict(f"{node} was cordoned outside Everstep{by}, so Everstep leaves it as it is")
 
@@ -66,7 +66,6 @@ def cordon_reason(remediation: Remediation, max_chars: int = 256) -> str:
     return f"{CORDON_OWNER} {remediation.id}: {remediation.sentence}"[:max_chars]
 
 
-# ---- guarded calls
 # A call to an external system may raise anything; the caller must go on and log the error.
 
 log = logging.getLogger(__name__)
@@ -88,9 +87,6 @@ def call_guarded(call: Callable[..., T], *arguments: object) -> T:
         message = f"{type(error).__name__}: {error}"
         log.exception("a call to an external system failed unexpectedly and will be repeated: %s", message)
         raise UnexpectedFailure(message) from error
-
-
-# ---- dry run
 
 
 class DryRunRemediator:

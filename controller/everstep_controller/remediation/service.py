@@ -77,7 +77,7 @@ class CordonObserver:
             if seen.cordoned_by == CORDON_OWNER and before.get(node):
                 self._own_cordons[node] = before[node]
             elif not seen.cordoned_by and node in shown and cordon == before.get(node) == self._own_cordons.get(node):
-                lifted = cordon  # it was shown before, and somebody has lifted it
+                lifted = cordon  # it was shown before, and has been lifted outside Everstep
             foreign = "" if seen.cordoned_by == CORDON_OWNER else seen.cordoned_by
             if lifted or foreign != record.scheduling.external_cordon_by:
                 reason = seen.reason[:1024]

@@ -22,7 +22,7 @@ from everstep_controller.remediation.remediator import CORDON_OWNER, CordonStatu
 
 TIMEOUT_S = 10.0
 UNSCHEDULABLE_STATES = frozenset({"DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "MAINT", "RESERVED"})
-"""Flags of a node that takes no new jobs on somebody's request (``scontrol`` manual, NODE STATES)."""
+"""Flags of a node that takes no new jobs by request (``scontrol`` manual, NODE STATES)."""
 SLURM_REASONS = re.compile(
     "Not responding|Node unexpectedly rebooted|ResumeTimeout reached|Reboot ASAP|reboot timed out|Low |gres/|"
     "Epilog error|Prolog error|Duplicate jobid|Kill task failed|batch job complete failure|Powered down"

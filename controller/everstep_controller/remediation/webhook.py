@@ -7,7 +7,7 @@ URL?remediation=ID``, which reads the state back, is JSON: ``{"state": "done" | 
 "..."}``.
 
 With ``cordons``, ``GET URL?nodes=a,b`` answers an object with ``{"cordoned_by": "...", "reason": "..."}`` for each
-cordoned node, and no remediation is posted for a node that somebody other than ``everstep`` has cordoned.
+cordoned node, and no remediation is posted for a node that has a cordon of another owner than ``everstep``.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ from everstep.ids import NodeId
 from everstep_controller.config import is_http_url
 from everstep_controller.core.effects import Remediation, RemediationKind
 from everstep_controller.remediation.remediator import CORDON_OWNER, CordonStatus, foreign_cordon
-
-# ---- receiver
 
 TIMEOUT_S = 5.0
 MAX_ANSWER_BYTES = 1 << 20

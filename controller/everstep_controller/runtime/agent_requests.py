@@ -161,13 +161,13 @@ class AgentRequests:
         event = ev.NodeDisconnected(node=node, incarnation=incarnation, trace=new_trace())
         try:
             handled = self._loop.enqueue(lambda tx, now: tx.handle_ephemeral(event, now), node)
-        except EverstepError as error:  # nobody is left to answer
+        except EverstepError as error:  # the connection is gone, so no answer is possible
             self.log_line(logging.INFO, node, "the disconnect of node %s was not recorded: %s", node, error)
         else:
             handled.add_done_callback(ignore_result)
 
 
 def ignore_result(future: asyncio.Future[Any]) -> None:
-    """Ignore a result that nobody waits for: a refusal (the controller stops) is not an error."""
+    """Ignore a result that no request waits for: a refusal (the controller stops) is not an error."""
     if not future.cancelled():
         future.exception()

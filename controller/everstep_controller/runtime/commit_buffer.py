@@ -6,10 +6,8 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
-import msgspec
-
 from everstep.errors import Unavailable
-from everstep_controller.store.database_errors import DatabaseUnavailable
+from everstep_controller.store.database_errors import DatabaseOutage, DatabaseUnavailable
 from everstep_controller.store.rows import Batch
 
 log = logging.getLogger(__name__)
@@ -19,14 +17,6 @@ MAX_RETRY_S = 1.0
 
 Commit = Callable[[Batch], Awaitable[None]]
 """Writes a batch; durable on return. Raises DatabaseUnavailable while the database cannot be used."""
-
-
-class DatabaseOutage(msgspec.Struct):
-    """An outage of the database."""
-
-    since: float  # start, in the loop's seconds
-    reason: str  # cause, from the newest attempt
-    buffered_bytes: int = 0
 
 
 class CommitBuffer:
@@ -87,7 +77,7 @@ class CommitBuffer:
             )
 
     def close(self) -> None:
-        """Stop retrying. Buffered decisions are lost, and nobody was promised them."""
+        """Stop retrying. Buffered decisions are lost; none was acknowledged."""
         if self._retrying is not None:
             self._retrying.cancel()
 

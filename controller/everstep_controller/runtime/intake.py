@@ -32,7 +32,7 @@ class Urgency(StrEnum):
     """How soon a stimulus is handled."""
 
     URGENT = "urgent"
-    """Registrations, disconnections, operators, most reports: a change, or somebody waits."""
+    """Registrations, disconnections, operators, most reports: a change, or a sender that waits."""
     ROUTINE = "routine"
     """Stimuli that the core allows to be deferred: known findings, and reports of mild or known findings."""
 
@@ -51,7 +51,7 @@ class PendingRequest(Generic[T]):
     arrived_at: float = field(default_factory=time.perf_counter)
 
     def refuse(self, error: Exception) -> None:
-        """Answer with ``error``, unless it is answered already or nobody waits."""
+        """Answer with ``error``, unless it is answered already or the sender has left."""
         if not self.future.done():
             self.future.set_exception(error)
             self.future.exception()  # marks the error as retrieved, in case the submitter is gone
@@ -134,7 +134,7 @@ class Intake(Generic[T]):
         return max(0.0, time.perf_counter() - min(heads)) if heads else 0.0
 
     def refuse_all(self, error: Exception) -> None:
-        """Empty the queue, and answer everybody with ``error``."""
+        """Empty the queue, and answer each request with ``error``."""
         while self._urgent:
             self._pop_urgent().refuse(error)
         while self._paused_count:

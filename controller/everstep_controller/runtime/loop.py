@@ -3,13 +3,13 @@
 Stimuli that wait together share a transaction (group commit); the effects of one are never split. No answer and no
 directive is sent before its transaction is durable.
 
-During a database outage the loop runs ahead in memory. The core decides only what needs no promise.
-Later directives are pushed, but nobody is acknowledged, so everybody retries. When the database returns, everything is
-written before anything is acknowledged. Directives of the failed transaction are held back until then, because a
-successor could reuse their numbers if this controller dies. A job's end, which is irreversible, is held back too.
+During a database outage the loop runs ahead in memory. The core decides only what needs no promise. Later directives
+are pushed, but no request is acknowledged, so each sender retries. When the database returns, everything is written
+before anything is acknowledged. Directives of the failed transaction are held back until then, because a successor
+could reuse their numbers if this controller dies. A job's end, which is irreversible, is held back too.
 
-On an internal error the process is crash-only: it answers nobody and ends, and its supervisor restarts it from the last
-committed state.
+On an internal error the process is crash-only: it answers no request and ends, and its supervisor restarts it from the
+last committed state.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from everstep_controller.core.state import FleetState
 from everstep_controller.read_models.fleet_views import ReadModels
 from everstep_controller.read_models.prometheus import Metrics
 from everstep_controller.runtime.clock import LagMeter, SteadyTime
-from everstep_controller.runtime.commit_buffer import Commit, CommitBuffer, DatabaseOutage
+from everstep_controller.runtime.commit_buffer import Commit, CommitBuffer
 from everstep_controller.runtime.intake import Intake, PendingRequest, Urgency
 from everstep_controller.runtime.push import Outbox, OutgoingDirective
 from everstep_controller.runtime.rate_limits import EventQuota
-from everstep_controller.runtime.transaction import AuditNumbers, DecideFunction, FindingDelta, Transaction, new_trace
-from everstep_controller.store.rows import AuditRow, Batch, PoisonedRow, RemediationRow
+from everstep_controller.runtime.transaction import DecideFunction, EventNumbers, FindingDelta, Transaction, new_trace
+from everstep_controller.store.database_errors import DatabaseOutage
+from everstep_controller.store.rows import Batch, EventLogRow, PoisonedRow, RemediationRow
 
 # ---- answers
 
@@ -94,7 +95,7 @@ MIN_TICK_INTERVAL_S = 0.01
 per Tick they cost a tenth. Every interval measured in deadlines is at least five times this."""
 
 
-class _Timer(NamedTuple):
+class _TickTimer(NamedTuple):
     """The timer for the next Tick."""
 
     deadline: float  # the core's deadline
@@ -111,12 +112,12 @@ class FleetLoop:
     commit: Commit  # writes one transaction
     clock: SteadyTime
     metrics: Metrics
-    audit_numbers: AuditNumbers
+    event_numbers: EventNumbers
     read_models: ReadModels
-    on_audit: Callable[[list[AuditRow]], None]  # called with committed records
+    on_events: Callable[[list[EventLogRow]], None]  # called with committed records
     on_remediations: Callable[[list[RemediationRow]], None]  # called with committed records
     decide: DecideFunction = engine.handle  # the core, or a journal around it
-    quota: EventQuota | None = None  # limits each node's entries in the audit log; None for no limit
+    quota: EventQuota | None = None  # limits each node's entries in the event log; None for no limit
     epoch: int = 1
     # Raises NotLeadingError while this controller is not certain to lead.
     check_leading: Callable[[], None] = lambda: None
@@ -133,13 +134,13 @@ class FleetLoop:
         )
         self._store_change: ev.DatabaseAvailabilityChanged | None = None
         self._held_back: list[OutgoingDirective] = []
-        self._unpublished: list[tuple[list[AuditRow], list[Verdict], list[RemediationRow]]] = []
+        self._unpublished: list[tuple[list[EventLogRow], list[Verdict], list[RemediationRow]]] = []
         self._queue: Intake[TransactionFunction[Any]] = Intake(
             self.queue_limit, self.max_batch, self.metrics.count_shed
         )
         self._in_flight: list[AnyPendingRequest] = []
         self._pause_timer: asyncio.TimerHandle | None = None
-        self._armed: _Timer | None = None
+        self._armed: _TickTimer | None = None
         self._ticked_at = 0.0
         self._stopped = False
         self.started = asyncio.Event()
@@ -230,7 +231,7 @@ class FleetLoop:
         if deadline is not None:
             due = max(deadline, self.now(), self._ticked_at + MIN_TICK_INTERVAL_S)
             handle = asyncio.get_running_loop().call_later(self.clock.seconds_until(due), self._work.set)
-            self._armed = _Timer(deadline, due, handle)
+            self._armed = _TickTimer(deadline, due, handle)
 
     async def _run_transaction(self, batch: list[AnyPendingRequest]) -> None:
         """Run all waiting stimuli, then the timer: received messages count before a node is declared late."""
@@ -239,7 +240,7 @@ class FleetLoop:
         transaction = Transaction(
             self.state,
             self.outbox,
-            self.audit_numbers,
+            self.event_numbers,
             self.metrics,
             self.read_models,
             self._finding_delta,
@@ -291,7 +292,7 @@ class FleetLoop:
         deadline, now = engine.next_deadline(self.state), self.now()
         if deadline is None or deadline > now:
             return
-        waited = max(self._queue.oldest_wait_s(), *(time.perf_counter() - one.arrived_at for one in batch), 0.0)
+        waited = max(self._queue.oldest_wait_s(), *(time.perf_counter() - request.arrived_at for request in batch), 0.0)
         late = now - self._armed.due if self._armed is not None and self._armed.deadline == deadline else 0.0
         lag_s = max(self.lag.recent_s(), waited, late)
         self._ticked_at = now
@@ -302,8 +303,8 @@ class FleetLoop:
         if not isinstance(event, ev.ReportArrived):
             return
         kind = type(event.body).__name__
-        row = AuditRow(
-            id=self.audit_numbers.take(),
+        row = EventLogRow(
+            id=self.event_numbers.take(),
             at=self.now(),
             kind="controller.report_dropped",
             sentence=f"report {event.number} ({kind}) of {event.node} caused an internal error and is dropped",
@@ -311,7 +312,7 @@ class FleetLoop:
             trace=event.trace,
         )
         poisoned = PoisonedRow(node=event.node, incarnation=event.incarnation, number=event.number)
-        await self._commit_buffer.write(Batch(audit=[row], poisoned=[poisoned]))
+        await self._commit_buffer.write(Batch(event_log=[row], poisoned=[poisoned]))
 
     async def _commit(self, transaction: Transaction, events: int) -> bool:
         """Return whether this transaction and all before it are durable."""
@@ -321,7 +322,7 @@ class FleetLoop:
         batch = transaction.batch()
         unsent = tuple(dict.fromkeys(row.job for row in batch.generations))
         started, wrote = time.perf_counter(), bool(batch)
-        self._unpublished.append((transaction.audit, transaction.verdicts, transaction.remediations))
+        self._unpublished.append((transaction.event_log, transaction.verdicts, transaction.remediations))
         if not await self._commit_buffer.write(batch):
             if was_unavailable:
                 self._held_back += transaction.take_final()
@@ -344,9 +345,9 @@ class FleetLoop:
     def _publish(self) -> None:
         """Publish durable records, in order."""
         durable, self._unpublished = self._unpublished, []
-        for audit, verdicts, remediations in durable:
-            self.on_audit(audit)
-            self.metrics.count_user_errors(audit)
+        for entries, verdicts, remediations in durable:
+            self.on_events(entries)
+            self.metrics.count_user_errors(entries)
             self.metrics.count_verdicts(verdicts)
             if remediations:
                 self.on_remediations(remediations)

@@ -76,7 +76,7 @@ class _Job(msgspec.Struct):
     job: str
 
 
-class _NewGeneration(msgspec.Struct, tag="NewGeneration"):
+class _StoredGeneration(msgspec.Struct, tag="NewGeneration"):
     """The part that is read of a stored generation."""
 
     spec: _Job
@@ -84,7 +84,7 @@ class _NewGeneration(msgspec.Struct, tag="NewGeneration"):
 
 def _stored_topic(text: str) -> str:
     try:
-        return generation_topic(msgspec.json.decode(text, type=_NewGeneration).spec.job)
+        return generation_topic(msgspec.json.decode(text, type=_StoredGeneration).spec.job)
     except msgspec.ValidationError:
         return ""
 
@@ -142,11 +142,11 @@ class Outbox:
     def deliver(self, outgoing: Iterable[OutgoingDirective]) -> None:
         """Queue committed directives (per node in order of their numbers) and push them to connected sessions."""
         fresh: dict[str, list[OutgoingDirective]] = {}
-        for one in outgoing:
-            if one.topic and one.replaces_older:
-                self._drop(one.node, one.topic)
-            self._queues[one.node].append(one)
-            fresh.setdefault(one.node, []).append(one)
+        for directive in outgoing:
+            if directive.topic and directive.replaces_older:
+                self._drop(directive.node, directive.topic)
+            self._queues[directive.node].append(directive)
+            fresh.setdefault(directive.node, []).append(directive)
         hints = len(fresh) > HINTS_PER_LOOP_ITERATION
         for node, directives in fresh.items():
             if hints and not directives[-1].is_durable and len(directives) == 1:
@@ -199,9 +199,11 @@ class Outbox:
 
     def _drop(self, node: str, topic: str) -> None:
         queue = self._queues[node]
-        if any(one.topic == topic for one in queue):
-            self._dropped += [(node, one.seq) for one in queue if one.topic == topic and one.is_durable]
-            self._queues[node] = deque(one for one in queue if one.topic != topic)
+        if any(directive.topic == topic for directive in queue):
+            self._dropped += [
+                (node, directive.seq) for directive in queue if directive.topic == topic and directive.is_durable
+            ]
+            self._queues[node] = deque(directive for directive in queue if directive.topic != topic)
 
     def acknowledge(self, node: str, through: int) -> None:
         """Record that the node has every directive up to ``through``; the next transaction deletes their rows."""
@@ -234,7 +236,7 @@ class Outbox:
 
     def pending(self, node: str, after: int = 0) -> tuple[OutgoingDirective, ...]:
         """Return the node's unacknowledged directives beyond ``after``, in order."""
-        return tuple(one for one in self._queues.get(node, ()) if one.seq > after)
+        return tuple(directive for directive in self._queues.get(node, ()) if directive.seq > after)
 
     def pending_count(self, node: str) -> int:
         """Return the number of the node's unacknowledged directives."""

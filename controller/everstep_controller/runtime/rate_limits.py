@@ -1,6 +1,6 @@
-"""Limit rates with token buckets, and limit each node's entries in the audit log.
+"""Limit rates with token buckets, and limit each node's entries in the event log.
 
-Each node has an allowance per kind of audit entry, so that one node cannot displace the history of others. Entries
+Each node has an allowance per kind of entry, so that one node cannot displace the history of others. Entries
 beyond it are counted but not stored, and one entry per minute reports the counts. Decisions are not affected.
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from everstep.errors import Unavailable
 from everstep.log_lines import PERIOD_S, shortened
 from everstep_controller.core import events as ev
-from everstep_controller.core.effects import AuditEntry
+from everstep_controller.core.effects import EventLogEntry
 
 if TYPE_CHECKING:
     from everstep_controller.runtime.transaction import Transaction
@@ -96,7 +96,7 @@ class NodeLog:
 
 
 class EventQuota:
-    """Limits audit entries: a node may cause ``burst`` entries of one kind at once, and ``per_s`` further ones.
+    """Limits events in the log: a node may cause ``burst`` entries of one kind at once, and ``per_s`` further ones.
 
     For the event loop's thread. ``on_suppressed`` is called for each entry beyond that.
     """
@@ -122,11 +122,13 @@ class EventQuota:
             counts = sorted(kinds.items(), key=lambda one: (-one[1], one[0]))
             sentence = (
                 f"{node} caused more events than are stored: {', '.join(f'{n} of {kind}' for kind, n in counts)} were "
-                "left out. Check the node's agent and jobs; the limits are audit_entries_per_node_burst and "
-                "audit_entries_per_node_per_s"
+                "left out. Check the node's agent and jobs; the limits are events_per_node_burst and "
+                "events_per_node_per_s"
             )
             data = {kind: str(count) for kind, count in counts}
-            transaction.add_audit_entry(AuditEntry(kind=SUPPRESSED, sentence=sentence, at=now, node=node, data=data))
+            transaction.add_event_log_entry(
+                EventLogEntry(kind=SUPPRESSED, sentence=sentence, at=now, node=node, data=data)
+            )
         return len(suppressed)
 
 
@@ -149,4 +151,4 @@ async def run_suppressed_reports(
         try:
             await submit(quota.record_suppressed)
         except Unavailable as error:
-            log.warning("suppressed audit entries could not be reported, retrying later: %s", error)
+            log.warning("suppressed entries of the event log could not be reported, retrying later: %s", error)

@@ -19,7 +19,7 @@ from everstep_controller.core.state import FleetState
 from everstep_controller.runtime.transaction import json_text, without_findings
 from everstep_controller.store import table_access, tables
 from everstep_controller.store.reader import NO_ROW_VERSIONS, RowVersions, changed_nodes
-from everstep_controller.store.rows import AuditRow, Batch, CredentialRow, LoadedState, decode_stored
+from everstep_controller.store.rows import Batch, CredentialRow, EventLogRow, LoadedState
 
 # ---- read ahead
 # A fleet whose leader died waits while its successor restores the state, which consists mostly of node records. Records
@@ -44,7 +44,7 @@ def read_records(connection: Connection, known: KnownRecords) -> KnownRecords:
     records = {node: known.records[node] for node in found.unchanged}
     for row in found.rows:
         try:
-            records[row.node] = decode_stored(row.doc, NodeRecord)
+            records[row.node] = msgspec.json.decode(row.doc, type=NodeRecord)
         except DECODE_ERRORS:  # written by another release; the leader reports it
             continue
         versions[row.node] = row.row_version
@@ -54,14 +54,14 @@ def read_records(connection: Connection, known: KnownRecords) -> KnownRecords:
 def restore_state(policy: CorePolicy, loaded: LoadedState, known: KnownRecords = NO_RECORDS) -> FleetState:
     """Return the stored state. It contains the ``known`` record objects themselves."""
     nodes = {node: known.records[node] for node in loaded.unchanged}
-    nodes |= {node: decode_stored(doc, NodeRecord) for node, doc in loaded.nodes.items()}
+    nodes |= {node: msgspec.json.decode(doc, type=NodeRecord) for node, doc in loaded.nodes.items()}
     for (node, key), doc in loaded.active_findings.items():
-        nodes[node].health.agent_findings[key] = decode_stored(doc, Finding)
+        nodes[node].health.agent_findings[key] = msgspec.json.decode(doc, type=Finding)
     return startup.restore_state(
         policy,
         msgspec.json.decode(loaded.fleet, type=FleetRecord) if loaded.fleet is not None else None,
         list(nodes.values()),
-        [decode_stored(doc, JobRecord) for doc in loaded.jobs.values()],
+        [msgspec.json.decode(doc, type=JobRecord) for doc in loaded.jobs.values()],
         [
             VersionRecord(
                 job=row.job,
@@ -100,7 +100,7 @@ HISTORY = (
     tables.versions.c.verified_at,
     tables.versions.c.audited_at,
 )
-"""Columns by which history is sorted and deleted by age. The audit log is append-only, and keeps its times."""
+"""Columns by which history is sorted and deleted by age. The event log is append-only, and keeps its times."""
 
 
 def set_times_back(loaded: LoadedState, known: KnownRecords, wall: float) -> tuple[LoadedState, Batch]:
@@ -117,10 +117,10 @@ def set_times_back(loaded: LoadedState, known: KnownRecords, wall: float) -> tup
         return wall if at <= newest else at - (newest - wall)
 
     def moved(doc: str, kind: type[Any]) -> str:
-        return json_text(shift_times(decode_stored(doc, kind), move))
+        return json_text(shift_times(msgspec.json.decode(doc, type=kind), move))
 
     records = [known.records[node] for node in loaded.unchanged]
-    records += [decode_stored(doc, NodeRecord) for doc in loaded.nodes.values()]
+    records += [msgspec.json.decode(doc, type=NodeRecord) for doc in loaded.nodes.values()]
     nodes = {record.node: json_text(shift_times(without_findings(record), move)) for record in records}
     jobs = {job: moved(doc, JobRecord) for job, doc in loaded.jobs.items()}
     fleet = loaded.fleet and moved(loaded.fleet, FleetRecord)
@@ -132,14 +132,14 @@ def set_times_back(loaded: LoadedState, known: KnownRecords, wall: float) -> tup
         f"an operator confirmed the clock (--trust-clock): the controller's time was set back by "
         f"{newest - wall:.0f} s, so earlier events may have later times"
     )
-    line = AuditRow(id=loaded.newest_audit + 1, at=wall, kind=table_access.SET_BACK, sentence=sentence)
+    line = EventLogRow(id=loaded.newest_event + 1, at=wall, kind=table_access.SET_BACK, sentence=sentence)
     batch = Batch(
         fleet=fleet,
         nodes=nodes,
         jobs=jobs,
         remediations={row.id: row for row in remedies},
         credentials={row.id: row for row in credentials},
-        audit=[line],
+        event_log=[line],
     )
     after = msgspec.structs.replace(
         loaded,
@@ -150,7 +150,7 @@ def set_times_back(loaded: LoadedState, known: KnownRecords, wall: float) -> tup
         remediations=remedies,
         credentials=credentials,
         versions=[shift_times(row, move) for row in loaded.versions],
-        newest_audit=line.id,
+        newest_event=line.id,
         newest_at=wall,
     )
     return after, batch
@@ -172,11 +172,11 @@ def shift_times(value: T, shift: ShiftTime) -> T:
         names = [name for name in value.__struct_fields__ if name not in UNSHIFTED_FIELDS]
         changed = msgspec.structs.replace(value, **{name: shift_times(getattr(value, name), shift) for name in names})
     elif isinstance(value, dict):
-        changed = {key: shift_times(one, shift) for key, one in value.items()}
+        changed = {key: shift_times(item, shift) for key, item in value.items()}
     elif isinstance(value, list):
-        changed = [shift_times(one, shift) for one in value]
+        changed = [shift_times(item, shift) for item in value]
     elif isinstance(value, tuple):
-        changed = tuple(shift_times(one, shift) for one in value)
+        changed = tuple(shift_times(item, shift) for item in value)
     result: T = changed
     return result
 

@@ -87,8 +87,8 @@ _HINT_TOPICS: dict[type, str] = {VersionNotice: "versions", SpillVersion: "spill
 """Topics of directives that are repeated until answered, and so not stored."""
 
 
-class AuditNumbers:
-    """The audit log's next number. It is counted in memory because a database has one writer."""
+class EventNumbers:
+    """The event log's next number. It is counted in memory because a database has one writer."""
 
     def __init__(self, newest: int) -> None:
         self.newest = newest
@@ -109,7 +109,7 @@ class Transaction:
 
     state: FleetState
     outbox: Outbox
-    audit_numbers: AuditNumbers
+    event_numbers: EventNumbers
     metrics: Metrics
     read_models: ReadModels
     finding_delta: FindingDelta
@@ -120,7 +120,7 @@ class Transaction:
         self.handling: ev.Event | None = None
         self.is_ephemeral = False
         self.outgoing: list[OutgoingDirective] = []
-        self.audit: list[rows.AuditRow] = []
+        self.event_log: list[rows.EventLogRow] = []
         self.verdicts: list[Verdict] = []
         self.remediations: list[rows.RemediationRow] = []
         self._cause = ""
@@ -156,9 +156,9 @@ class Transaction:
         """Record that the node's reports up to ``through`` were taken."""
         self._batch.acknowledged_reports[node, incarnation] = through
 
-    def add_audit_entry(self, entry: fx.AuditEntry) -> None:
-        """Add an audit entry for a change made outside the core."""
-        self.audit.append(_audit_row(self.audit_numbers.take(), entry))
+    def add_event_log_entry(self, entry: fx.EventLogEntry) -> None:
+        """Add an entry to the event log for a change made outside the core."""
+        self.event_log.append(_event_log_row(self.event_numbers.take(), entry))
 
     def put_credential(self, row: rows.CredentialRow) -> None:
         """Write a new or changed credential."""
@@ -170,15 +170,15 @@ class Transaction:
 
     def resend(self, outgoing: Iterable[OutgoingDirective]) -> None:
         """Send held-back directives under new numbers, because later directives have overtaken them."""
-        for one in outgoing:
-            if one.is_durable:
-                self.outgoing.append(msgspec.structs.replace(one, seq=self.outbox.take_seq(one.node)))
+        for directive in outgoing:
+            if directive.is_durable:
+                self.outgoing.append(msgspec.structs.replace(directive, seq=self.outbox.take_seq(directive.node)))
 
     def take_final(self) -> list[OutgoingDirective]:
         """Remove and return the final directives, which are not pushed before they are durable."""
-        final = [one for one in self.outgoing if one.is_final]
+        final = [directive for directive in self.outgoing if directive.is_final]
         if final:
-            self.outgoing = [one for one in self.outgoing if not one.is_final]
+            self.outgoing = [directive for directive in self.outgoing if not directive.is_final]
         return final
 
     def encode(self, budget_s: float = math.inf) -> bool:
@@ -199,7 +199,7 @@ class Transaction:
     def batch(self) -> rows.Batch:
         """Return everything to write."""
         self.encode()
-        self._batch.audit = self.audit
+        self._batch.event_log = self.event_log
         self._batch.outbox = [
             rows.OutboxRow(node=out.node, seq=out.seq, body=out.body.stored) for out in self.outgoing if out.is_durable
         ]
@@ -224,7 +224,7 @@ class Transaction:
                 self._job_changed(job_doc)
             case fx.DeleteNode(node=node):
                 self._documents.pop(("nodes", node), None)
-                self.outgoing = [one for one in self.outgoing if one.node != node]
+                self.outgoing = [directive for directive in self.outgoing if directive.node != node]
                 self._batch.forget_node(node)
                 self.finding_delta.forget(node)
                 self.outbox.forget(node)
@@ -263,10 +263,10 @@ class Transaction:
                 requested = _documented(rows.RemediationRow, remediation, "id node kind", state=state, requested_at=at)
                 self.remediations.append(requested)
                 self.put_remediation(requested)
-            case fx.Audit(entry=entry):
+            case fx.AppendToEventLog(entry=entry):
                 if self._cause and self.quota is not None and not self.quota.is_allowed(self._cause, entry.kind, now):
                     return
-                self.audit.append(_audit_row(self.audit_numbers.take(), entry))
+                self.event_log.append(_event_log_row(self.event_numbers.take(), entry))
 
     def _job_changed(self, job: JobRecord) -> None:
         recovery = self.read_models.recoveries.take_finished(job)
@@ -305,8 +305,8 @@ def _documented(kind: Callable[..., T], record: msgspec.Struct, names: str, **va
     return kind(**{name: getattr(record, name) for name in names.split()}, **values, doc=json_text(record))
 
 
-def _audit_row(number: int, entry: fx.AuditEntry) -> rows.AuditRow:
-    return rows.AuditRow(
+def _event_log_row(number: int, entry: fx.EventLogEntry) -> rows.EventLogRow:
+    return rows.EventLogRow(
         id=number,
         at=entry.at,
         kind=entry.kind,

@@ -1,1 +1,4 @@
-"""Network server: the listener, connections, agents' sessions, error responses. Operators' routes are in ``api``."""
+"""Network server: the listener, connections, agents' sessions and error responses.
+
+Operators' routes belong in ``api``. The server knows the process that it serves only by its protocols.
+"""

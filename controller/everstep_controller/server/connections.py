@@ -1,21 +1,15 @@
-"""Limit this process's connections to its file descriptors, and identify connections' peers."""
+"""Limit this process's connections to its file descriptors, and name the connection's entries in a request's scope."""
 
 from __future__ import annotations
 
-import asyncio
 import resource
-import ssl
 from collections import OrderedDict
-from collections.abc import Mapping
 from functools import cache
 from itertools import islice
-from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote, urlsplit
-
-from everstep.bearer_tokens import Identity, TokenRole
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from everstep_controller.server.session import AgentSession, ConnectionRouter
+    from everstep_controller.server.session import AgentSession
 
 RESERVED = 256
 """File descriptors reserved for the database, logs, libraries and operators."""
@@ -122,96 +116,9 @@ def process_descriptors() -> DescriptorBudget:
     return DescriptorBudget(max(soft - RESERVED, soft // 2))
 
 
-# ---- takeover
-# After a leader dies, its fleet contacts the next controller before that has restored its state. An agent that is
-# refused returns after 0.2 s, and 12,500 such agents would keep the controller from restoring.
-
-WAIT_S = 0.75
-"""Seconds that an agent is held back; after its ``connect_timeout_s``, one second, this controller would seem hung."""
-ADMISSIONS_PER_LOOP_ITERATION = 32
-"""Agents admitted per turn of the event loop: about five milliseconds of work."""
-
-
-class TakeoverGate:
-    """The connections held back during a takeover. For the event loop's thread."""
-
-    def __init__(self) -> None:
-        self._taking_over = False
-        self._waiting: dict[ConnectionRouter, None] = {}
-        self._admit_task: asyncio.Task[None] | None = None
-
-    def close(self) -> None:
-        """Hold back connections from now on: a takeover begins."""
-        self._taking_over = True
-
-    def open(self) -> None:
-        """Admit connections: the takeover is over, whether or not it succeeded."""
-        self._taking_over = False
-        self._admit_task = asyncio.create_task(self._admit_waiting())
-
-    def hold_back(self, connection: ConnectionRouter) -> bool:
-        """Hold ``connection`` back until ``on_leader_known``. Return False if no takeover is in progress."""
-        if self._taking_over:
-            self._waiting[connection] = None
-        return self._taking_over
-
-    def remove(self, connection: ConnectionRouter) -> None:
-        """Remove a connection that no longer waits."""
-        self._waiting.pop(connection, None)
-
-    async def _admit_waiting(self) -> None:
-        while self._waiting:
-            for visitor in list(self._waiting)[:ADMISSIONS_PER_LOOP_ITERATION]:
-                del self._waiting[visitor]
-                visitor.on_leader_known()
-            await asyncio.sleep(0)
-
-
 SCOPE_KEY = "everstep.peer"
 """Key in each request's ASGI scope for the connection's ``ConnectionPeer``."""
 CLOSE_CONNECTION_KEY = "everstep.hang_up"
 """Key for a function without arguments that aborts the connection and discards unsent data."""
 READ_PAUSE_KEY = "everstep.rest"
 """Key for a function that stops reading further requests for a number of seconds."""
-URI_SCHEME = "everstep"
-CERTIFICATE_CREDENTIAL = "certificate"
-_ROLES = (TokenRole.AGENT, TokenRole.OPERATOR, TokenRole.VIEWER)
-
-
-class ConnectionPeer:
-    """The remote end of one connection: its address, and the identity from a TLS-verified certificate, if any."""
-
-    __slots__ = ("address", "identity")
-
-    def __init__(self, address: str = "", certificate: Mapping[str, Any] | None = None) -> None:
-        self.address = address
-        self.identity = identity_of(certificate) if certificate else None
-
-    @classmethod
-    def from_transport(cls, transport: asyncio.BaseTransport) -> ConnectionPeer:
-        """Return the peer of a new connection, after its handshake."""
-        name = transport.get_extra_info("peername")
-        tls = transport.get_extra_info("ssl_object")
-        return cls(str(name[0]) if isinstance(name, tuple) else "", tls.getpeercert() if tls is not None else None)
-
-
-UNKNOWN_PEER = ConnectionPeer()
-
-
-def identity_of(certificate: Mapping[str, Any]) -> Identity | None:
-    """Return the one ``everstep://ROLE/NAME`` identity in a verified certificate, or None."""
-    uris = [value for kind, value in certificate.get("subjectAltName", ()) if kind == "URI"]
-    found = [identity for uri in uris if (identity := _identity(uri, certificate)) is not None]
-    return found[0] if len(found) == 1 else None
-
-
-def _identity(uri: str, certificate: Mapping[str, Any]) -> Identity | None:
-    try:
-        parts = urlsplit(uri)
-    except ValueError:
-        return None
-    name = unquote(parts.path[1:])
-    if parts.scheme != URI_SCHEME or parts.netloc not in _ROLES or not name or "/" in name or not name.isprintable():
-        return None  # an unprintable name could forge log lines, and databases refuse it
-    ends_at = float(ssl.cert_time_to_seconds(certificate["notAfter"]))
-    return Identity(TokenRole(parts.netloc), name, CERTIFICATE_CREDENTIAL, ends_at)

@@ -23,12 +23,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from uvicorn.server import ServerState
 
 from everstep.errors import ConfigurationError
+from everstep_controller.auth.peers import UNKNOWN_PEER, ConnectionPeer
 from everstep_controller.config import ControllerSettings
-from everstep_controller.leadership.member import ControllerReplica
 from everstep_controller.server import connections, responses
 from everstep_controller.server.agent_service import Defer, SerialQueue
-from everstep_controller.server.connections import UNKNOWN_PEER, ConnectionPeer
-from everstep_controller.server.session import ConnectionRouter
+from everstep_controller.server.session import ConnectionRouter, ControllerApp
 
 if TYPE_CHECKING:
     from uvicorn._types import ASGI3Application
@@ -386,16 +385,16 @@ async def _until_gone(state: ServerState, seconds: float) -> None:
                 await asyncio.sleep(CONNECTION_CLOSED_POLL_S)
 
 
-def server_config(settings: ControllerSettings, member: ControllerReplica) -> uvicorn.Config:
+def server_config(settings: ControllerSettings, replica: ControllerApp) -> uvicorn.Config:
     """Return uvicorn's configuration for this controller."""
     soon = SerialQueue()
 
     def route_connection(server_state: ServerState, **named: Any) -> ConnectionRouter:
         http = functools.partial(BoundedHttp, server_state=server_state, soon=soon, **named)
-        return ConnectionRouter(member, connections.process_descriptors(), server_state.connections, http)
+        return ConnectionRouter(replica, connections.process_descriptors(), server_state.connections, http)
 
     return uvicorn.Config(
-        member,
+        replica,
         http=cast("Any", route_connection),
         ws="none",
         proxy_headers=False,

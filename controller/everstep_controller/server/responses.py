@@ -96,7 +96,7 @@ def encode(message: object) -> bytes:
     return body
 
 
-class ClientGone(Exception):  # no EverstepError: nobody is left to answer
+class ClientGone(Exception):  # no EverstepError: no client is left to answer
     """The client closed its connection before its request was complete."""
 
 

@@ -15,24 +15,25 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 from urllib.parse import unquote
 
 import msgspec
+from starlette.types import Receive, Scope, Send
 
 from everstep import errors
 from everstep.bearer_tokens import Identity
 from everstep.errors import AuthenticationError, EverstepError
 from everstep.wire.v1 import agent as wire
 from everstep.wire.v1.agent import MAX_BODY_BYTES, PREFIX_BYTES, FrameKind, encode_frame
-from everstep_controller.api.auth import Authenticator
+from everstep_controller.auth.authenticator import Authenticator, Headers
+from everstep_controller.auth.peers import ConnectionPeer
+from everstep_controller.leadership.lease import NotLeadingError
+from everstep_controller.leadership.takeover_gate import WAIT_S, TakeoverGate
 from everstep_controller.runtime.push import EncodedDirective, OutgoingDirective
 from everstep_controller.server import responses
 from everstep_controller.server.agent_service import AgentService, EncodedHeartbeatAnswer, decode_register
-from everstep_controller.server.connections import WAIT_S, ConnectionPeer, DescriptorBudget
-
-if TYPE_CHECKING:
-    from everstep_controller.leadership.member import ControllerReplica
+from everstep_controller.server.connections import DescriptorBudget
 
 
 class _Directives(msgspec.Struct, frozen=True):
@@ -47,10 +48,10 @@ def frames_of(directives: Sequence[OutgoingDirective]) -> Iterator[tuple[bytes, 
         if not is_large:
             yield (_json_push_frame(list(group)),)
             continue
-        for one in group:
-            deflated = one.body.deflated  # shared by all receivers without copying
+        for directive in group:
+            deflated = directive.body.deflated  # shared by all receivers without copying
             length = (1 + wire.DIRECTIVE_NUMBER_BYTES + len(deflated)).to_bytes(PREFIX_BYTES, "big")
-            number = one.seq.to_bytes(wire.DIRECTIVE_NUMBER_BYTES, "big")
+            number = directive.seq.to_bytes(wire.DIRECTIVE_NUMBER_BYTES, "big")
             yield length + bytes((FrameKind.DEFLATED_PUSH,)) + number, deflated
 
 
@@ -58,7 +59,9 @@ def _json_push_frame(directives: list[OutgoingDirective]) -> bytes:
     if len(directives) == 1:  # mostly a notice to a whole job
         (one,) = directives
         return encode_frame(FrameKind.PUSH, b'{"directives":[{"seq":%d,"body":%b}]}' % (one.seq, one.body.json))
-    return encode_frame(FrameKind.PUSH, responses.encode(_Directives(tuple(one.encode() for one in directives))))
+    return encode_frame(
+        FrameKind.PUSH, responses.encode(_Directives(tuple(directive.encode() for directive in directives)))
+    )
 
 
 MAX_PARKED = 16
@@ -290,7 +293,7 @@ class AgentSession(asyncio.Protocol):
             self._parked = []
         self._parked.append((kind, body))
         self._service.loop.expedite(self._node)
-        if len(self._parked) >= MAX_PARKED or sum(len(one) for _, one in self._parked) > MAX_PARKED_BYTES:
+        if len(self._parked) >= MAX_PARKED or sum(len(frame) for _, frame in self._parked) > MAX_PARKED_BYTES:
             self._transport.pause_reading()
 
     def _next(self, lane: tuple[FrameKind, ...]) -> None:
@@ -333,7 +336,11 @@ class AgentSession(asyncio.Protocol):
             return
         self._keep_open = service.should_keep_open(self._node)
         answer = EncodedHeartbeatAnswer(
-            service.wall(), resend, tuple(one.encode() for one in waited), self._keep_open, service.unconfirmed_epoch()
+            service.wall(),
+            resend,
+            tuple(directive.encode() for directive in waited),
+            self._keep_open,
+            service.unconfirmed_epoch(),
         )
         self._send(FrameKind.HEARTBEAT_ANSWER, responses.encode(answer))
 
@@ -420,7 +427,9 @@ class AgentSession(asyncio.Protocol):
             return
         for parts in frames_of(directives):
             if not self._closed:
-                self._transport.writelines((self._before, *parts) if self._before else parts)
+                # Not writelines(): in Python 3.12.0 to 3.12.8 and 3.13.0 to 3.13.1 it fills the buffer without a call
+                # of pause_writing() (CVE-2024-12254), so a stalled session would never be cut.
+                self._transport.write(b"".join((self._before, *parts)))
                 self._before = b""
         self._bound_unread()
 
@@ -477,11 +486,43 @@ _ACCEPTED = b"HTTP/1.1 101 Switching Protocols\r\nconnection: upgrade\r\nupgrade
 MakeHttp = Callable[[], asyncio.Protocol]
 
 
+class Leader(Protocol):
+    """The controller of a process that leads."""
+
+    authenticator: Authenticator
+    agent_service: AgentService
+
+
+class Standby(Protocol):
+    """The part of a process that answers while another controller leads."""
+
+    def record_contact(self, node: str, headers: Headers, peer: ConnectionPeer) -> None:
+        """Record an agent that asks for a session."""
+
+    def not_leading_error(self) -> NotLeadingError:
+        """Return the error for requests that need a leader."""
+
+
+class ControllerApp(Protocol):
+    """This process's ASGI application, which leads or stands by, as its connections see it."""
+
+    takeover_gate: TakeoverGate
+
+    @property
+    def standby(self) -> Standby: ...
+
+    def leading(self) -> Leader | None:
+        """Return the controller while this process is certain to lead, else None."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request that begins no session."""
+
+
 @dataclass(eq=False, repr=False, slots=True)
 class ConnectionRouter(asyncio.Protocol):
     """A connection until its purpose is known. ``_make_http`` makes uvicorn's protocol for all but sessions."""
 
-    _process: ControllerReplica
+    _process: ControllerApp
     _descriptors: DescriptorBudget
     _connections: set[Any]
     _make_http: MakeHttp

@@ -1,1 +1,4 @@
-"""Persistence with SQLAlchemy over SQLite or PostgreSQL, with one transaction per batch of events."""
+"""Persistence with SQLAlchemy over SQLite or PostgreSQL, with one transaction per batch of events.
+
+What is written is decided above: nothing here imports another package of the controller.
+"""

@@ -8,6 +8,7 @@ import re
 import socket
 from typing import Any
 
+import msgspec
 from sqlalchemy import Connection
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
@@ -38,6 +39,14 @@ class DatabaseUnavailable(Unavailable):
         self.is_batch_queued = is_batch_queued
 
 
+class DatabaseOutage(msgspec.Struct):
+    """An outage of the database."""
+
+    since: float  # start, in the loop's seconds
+    reason: str  # cause, from the newest attempt
+    buffered_bytes: int = 0
+
+
 def is_unavailable(error: DBAPIError) -> bool:
     """Return whether ``error`` is caused by the database's condition (gone, full, locked, slow, read-only)."""
     if error.connection_invalidated or isinstance(error, OperationalError | InterfaceError):
@@ -64,7 +73,7 @@ _CAUSES = {
     "file is not a database|malformed": "the file is damaged or not a database: restore it from a backup",
     "disk i/o error": "the disk fails or was unmounted: check it, then restart the controller",
     "database is locked": "another process holds the file: stop it (only one controller may write a file)",
-    "append-only": "the audit log is append-only: something tried to change it",
+    "append-only": "the event log is append-only: something tried to change it",
     "terminating connection|server closed the connection|connection is lost": "the server is gone: check its log",
 }
 """Advice by a pattern in the driver's message; the first match counts."""

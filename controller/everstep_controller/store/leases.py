@@ -11,10 +11,10 @@ from typing import Any
 from sqlalchemy import Connection, CursorResult, Engine, TextClause, text
 from sqlalchemy.exc import DBAPIError
 
-from everstep_controller.leadership.lease import LeaseView, StandbyReport
 from everstep_controller.store import database_errors
 from everstep_controller.store.database import application_name
 from everstep_controller.store.database_errors import DatabaseUnavailable, LeadershipLost
+from everstep_controller.store.rows import LeaseView, StandbyReport
 from everstep_controller.store.writer import Claim
 
 _LOCKS = 0x6576_7374

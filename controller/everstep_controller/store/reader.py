@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from sqlalchemy import Column, ColumnElement, Connection, Row, Table, asc, desc, func, select, tuple_, union_all
 
 from everstep_controller.store import table_access, tables
-from everstep_controller.store.rows import AuditRow, LoadedState, OutboxRow, VersionRow, decode_cursor, encode_cursor
+from everstep_controller.store.rows import EventLogRow, LoadedState, OutboxRow, VersionRow, decode_cursor, encode_cursor
 from everstep_controller.store.table_access import SET_BACK
 
 # ---- read ahead
@@ -152,7 +152,7 @@ def find_verdict(connection: Connection, verdict: str) -> str | None:
 class EventPage(NamedTuple):
     """The oldest events after an id."""
 
-    rows: list[AuditRow]
+    rows: list[EventLogRow]
     deleted_through: int  # newest id that retention has deleted
     newest: int  # newest id of all
 
@@ -161,12 +161,12 @@ def _ids_of_kinds(
     connection: Connection, kinds: Sequence[str], count: list[ColumnElement[bool]], *, newest: bool, limit: int
 ) -> list[int]:
     """Return the first (or ``newest``) matching ids whose kind begins with one of ``kinds``, by each kind's index."""
-    audit = tables.audit.c
+    event_log = tables.event_log.c
     order = desc if newest else asc
     parts = []
     for kind in table_access.kinds(connection):
         if kind.startswith(tuple(kinds)):
-            part = select(audit.id).where(audit.kind == kind, *count).order_by(order(audit.id)).limit(limit)
+            part = select(event_log.id).where(event_log.kind == kind, *count).order_by(order(event_log.id)).limit(limit)
             parts.append(select(part.subquery().c.id))
     if not parts:
         return []
@@ -176,17 +176,19 @@ def _ids_of_kinds(
 
 def _first_at(connection: Connection, at: float) -> int:
     """Return an id that only events at or after ``at`` reach, by bisection, since times rise with ids."""
-    audit = tables.audit.c
-    low, newest = connection.execute(select(func.min(audit.id), func.max(audit.id))).one()
+    event_log = tables.event_log.c
+    low, newest = connection.execute(select(func.min(event_log.id), func.max(event_log.id))).one()
     if newest is None:
         return 0
     high = newest + 1
-    last_set_back = select(audit.id, audit.at).where(audit.kind == SET_BACK).order_by(desc(audit.id)).limit(1)
+    last_set_back = (
+        select(event_log.id, event_log.at).where(event_log.kind == SET_BACK).order_by(desc(event_log.id)).limit(1)
+    )
     if (set_back := connection.execute(last_set_back).first()) is not None:
         low, high = (set_back.id, high) if at >= set_back.at else (low, set_back.id)
     while low < high:
         middle = (low + high) // 2
-        found = select(audit.id, audit.at).where(audit.id >= middle).order_by(audit.id).limit(1)
+        found = select(event_log.id, event_log.at).where(event_log.id >= middle).order_by(event_log.id).limit(1)
         id, when = connection.execute(found).one()
         if when < at:
             low = id + 1
@@ -207,33 +209,33 @@ def events(
     newest: bool = False,
     since: float | None = None,
     until: float | None = None,
-) -> list[AuditRow]:
+) -> list[EventLogRow]:
     """Return rows with an id over ``after``, oldest first: the first (or ``newest``) ``limit`` matching rows.
 
     ``kinds`` are prefixes. An empty filter matches any. ``since`` and ``until`` (exclusive) are wall seconds.
     """
-    audit = tables.audit.c
-    wanted = [audit.id > after]
-    for column, value in ((audit.trace, trace), (audit.node, node), (audit.job, job)):
+    event_log = tables.event_log.c
+    wanted = [event_log.id > after]
+    for column, value in ((event_log.trace, trace), (event_log.node, node), (event_log.job, job)):
         if value:
             wanted.append(column == value)
     if since is not None:
-        wanted.append(audit.id >= _first_at(connection, since))
+        wanted.append(event_log.id >= _first_at(connection, since))
     if until is not None:
-        wanted.append(audit.id < _first_at(connection, until))
+        wanted.append(event_log.id < _first_at(connection, until))
     if kinds:
-        wanted = [audit.id.in_(_ids_of_kinds(connection, kinds, wanted, newest=newest, limit=limit))]
-    order = desc(audit.id) if newest else audit.id
-    rows = connection.execute(select(tables.audit).where(*wanted).order_by(order).limit(limit)).mappings()
-    found = [AuditRow(**row) for row in rows]
+        wanted = [event_log.id.in_(_ids_of_kinds(connection, kinds, wanted, newest=newest, limit=limit))]
+    order = desc(event_log.id) if newest else event_log.id
+    rows = connection.execute(select(tables.event_log).where(*wanted).order_by(order).limit(limit)).mappings()
+    found = [EventLogRow(**row) for row in rows]
     return found[::-1] if newest else found
 
 
 def events_after(connection: Connection, after: int, limit: int) -> EventPage:
     """Return events after ``after`` with the facts that the event stream needs to report gaps."""
     rows = events(connection, after=after, limit=limit)  # first: rows deleted after this are no gap in these rows
-    pruned = table_access.audit_pruned(connection)
-    newest = connection.execute(select(func.max(tables.audit.c.id))).scalar() or 0
+    pruned = table_access.event_log_pruned(connection)
+    newest = connection.execute(select(func.max(tables.event_log.c.id))).scalar() or 0
     return EventPage(rows, pruned, max(pruned, newest))
 
 
@@ -251,9 +253,9 @@ def load_state(
         unchanged, nodes = found.unchanged, {row.node: row.doc for row in found.rows}
     else:
         nodes = _pairs(connection, tables.nodes.c.node, tables.nodes.c.doc)
-    marks, audit, findings = tables.acknowledged_reports.c, tables.audit.c, tables.active_findings.c
+    marks, event_log, findings = tables.acknowledged_reports.c, tables.event_log.c, tables.active_findings.c
     active = select(findings.node, findings.key, findings.doc).order_by(findings.node, findings.key)
-    newest = connection.execute(select(func.max(audit.id))).scalar()
+    newest = connection.execute(select(func.max(event_log.id))).scalar()
     jobs = _pairs(connection, tables.jobs.c.job, tables.jobs.c.doc)
     return LoadedState(
         epoch=epoch,
@@ -275,7 +277,7 @@ def load_state(
         poisoned=frozenset(
             (row.node, row.incarnation, row.number) for row in connection.execute(select(tables.poisoned_reports))
         ),
-        newest_audit=newest if newest is not None else table_access.audit_pruned(connection),
+        newest_event=newest if newest is not None else table_access.event_log_pruned(connection),
         newest_at=table_access.newest_at(connection),
     )
 

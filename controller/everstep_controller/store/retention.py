@@ -1,9 +1,9 @@
 """Delete old history in the background.
 
-Audit entries by people are limited by number alone, never by age, and have their own limit.
+Entries of the event log by people are limited by number alone, never by age, and have their own limit.
 
 The reading thread finds rows to delete, however long that takes. The writing thread deletes by primary keys,
-DELETE_BATCH_ROWS per transaction, of one table and one job. Only the audit log, whose ids are in order, is pruned by
+DELETE_BATCH_ROWS per transaction, of one table and one job. Only the event log, whose ids are in order, is pruned by
 range.
 """
 
@@ -35,8 +35,8 @@ class RetentionLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The history to keep."""
 
     since: float  # wall seconds; everything younger is kept within the limits below
-    events: int  # maximum entries of the audit log by nodes
-    orders: int  # maximum entries of the audit log by people, kept at any age
+    events: int  # maximum entries of the event log by nodes
+    orders: int  # maximum entries of the event log by people, kept at any age
     rows: int  # maximum verdicts, findings and remediations each
     generations: int  # maximum generations per job
 
@@ -57,7 +57,7 @@ class DeleteBatch(msgspec.Struct, frozen=True):
 
 
 class OrdersDeleteBatch(DeleteBatch, frozen=True):
-    """Audit entries by people, oldest first. The mark up to which triggers allow deletion moves with them."""
+    """Entries by people, oldest first. The mark up to which triggers allow deletion moves with them."""
 
     def execute(self, connection: Connection) -> None:
         """Move the mark, and delete the rows."""
@@ -70,21 +70,26 @@ ChooseBatch = Callable[[Connection], DeleteBatch | None]
 
 
 def prune_events(connection: Connection, keep: RetentionLimits) -> int:
-    """Delete old audit entries that no person wrote, except the newest, and return the number of ids passed."""
-    audit, meta = tables.audit.c, tables.meta.c
+    """Delete old entries that no person wrote, except the newest, and return the number of ids passed."""
+    event_log, meta = tables.event_log.c, tables.meta.c
     pruned = func.coalesce(select(meta.value).where(meta.key == "audit_pruned").scalar_subquery(), 0)
-    beyond = select(func.min(audit.id), func.max(audit.id)).where(audit.id > pruned)
+    beyond = select(func.min(event_log.id), func.max(event_log.id)).where(event_log.id > pruned)
     oldest, newest = connection.execute(beyond).one()
     if oldest is None:
         return 0
     most = min(oldest + DELETE_BATCH_ROWS - 1, newest - 1)
-    old = connection.execute(select(func.max(audit.id)).where(audit.id <= most, audit.at < keep.since)).scalar() or 0
+    old = (
+        connection.execute(
+            select(func.max(event_log.id)).where(event_log.id <= most, event_log.at < keep.since)
+        ).scalar()
+        or 0
+    )
     through = max(old, min(most, id_before_newest(connection, newest, keep.events)))
     if through < oldest:
         return 0
     connection.execute(update(tables.meta).where(meta.key == "audit_pruned").values(value=through))
     by_nodes = not_(table_access.is_written_by_person())
-    connection.execute(delete(tables.audit).where(audit.id.between(oldest, through), by_nodes))
+    connection.execute(delete(tables.event_log).where(event_log.id.between(oldest, through), by_nodes))
     return int(through - oldest + 1)
 
 
@@ -108,14 +113,14 @@ def find_deletions(connection: Connection, keep: RetentionLimits) -> list[Choose
 
 def _orders(connection: Connection, keep: RetentionLimits) -> DeleteBatch | None:
     """Find the oldest entries by people beyond their limit."""
-    audit = tables.audit.c
-    theirs = audit.kind.in_(table_access.kinds_written_by_people(connection))
-    count = select(func.count()).select_from(tables.audit).where(theirs)
+    event_log = tables.event_log.c
+    theirs = event_log.kind.in_(table_access.kinds_written_by_people(connection))
+    count = select(func.count()).select_from(tables.event_log).where(theirs)
     surplus = connection.execute(count).scalar_one() - keep.orders
     if surplus <= 0:
         return None
-    oldest = select(audit.id).where(theirs).order_by(audit.id).limit(min(surplus, DELETE_BATCH_ROWS))
-    return OrdersDeleteBatch(tables.audit, [tuple(row) for row in connection.execute(oldest)])
+    oldest = select(event_log.id).where(theirs).order_by(event_log.id).limit(min(surplus, DELETE_BATCH_ROWS))
+    return OrdersDeleteBatch(tables.event_log, [tuple(row) for row in connection.execute(oldest)])
 
 
 def _verdicts(connection: Connection, keep: RetentionLimits) -> DeleteBatch | None:
@@ -153,7 +158,7 @@ def _of_job(table: Table, job: str, most: int) -> ChooseBatch:
 
     def choose(connection: Connection) -> DeleteBatch | None:
         mine = select(*table.primary_key.columns).where(table.c.job == job)
-        last = connection.execute(mine.order_by(*(one.desc() for one in places)).offset(most).limit(1)).first()
+        last = connection.execute(mine.order_by(*(place.desc() for place in places)).offset(most).limit(1)).first()
         if last is None:
             return None
         may_go = _not_newest_verified() if table is tables.versions else true()

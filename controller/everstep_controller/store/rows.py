@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence, Set
 from enum import StrEnum
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
 from everstep.errors import MalformedMessage
 
 
-class AuditRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One entry of the audit log."""
+class EventLogRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One entry of the event log."""
 
     id: int
     at: float  # wall seconds
@@ -97,7 +97,7 @@ class PoisonedRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 DEAD_CREDENTIAL_KEPT_S = 30 * 86400.0
-"""Seconds for which an expired or revoked credential is still listed; the audit log keeps it longer."""
+"""Seconds for which an expired or revoked credential is still listed; the event log keeps it longer."""
 
 
 class CredentialRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,6 +165,25 @@ class AlertRow(msgspec.Struct, frozen=True, kw_only=True):
     doc: str
 
 
+class LeaseView(msgspec.Struct, frozen=True, kw_only=True):
+    """The lease as read once from the database."""
+
+    epoch: int  # epoch of the lease
+    newest_epoch: int  # newest epoch over this database; larger than ``epoch`` if that one had no lease
+    holder: str
+    address: str
+    expires_in_s: float  # by the database's clock; negative after the end
+    is_lock_free: bool  # no controller holds the lock of ``epoch``
+    successor: str = ""  # controller for which the holder has just resigned; else empty
+
+
+class StandbyReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Standbys' contacts and recent resignations, as stored beside the lease."""
+
+    contacts: dict[str, int] = {}  # persistent nodes by standby, from the last seconds
+    resignations: int = 0  # consecutive resignations, each within an hour of the one before
+
+
 class Batch(msgspec.Struct, kw_only=True):
     """Everything that one transaction writes. Deletions of forgotten nodes and jobs come first."""
 
@@ -178,7 +197,7 @@ class Batch(msgspec.Struct, kw_only=True):
     versions: dict[tuple[str, int, int], VersionRow] = {}
     recoveries: list[RecoveryRow] = []
     verdicts: list[VerdictRow] = []
-    audit: list[AuditRow] = []
+    event_log: list[EventLogRow] = []
     outbox: list[OutboxRow] = []
     acknowledged: dict[str, int] = {}  # directive number up to which each node has everything
     superseded: list[tuple[str, int]] = []  # nodes and numbers of directives that newer ones replace
@@ -237,14 +256,14 @@ class Batch(msgspec.Struct, kw_only=True):
         texts += [row.body for row in self.outbox] + [row.doc for row in self.generations]
         for documented in (self.recoveries, self.verdicts, self.findings, self.remediations.values()):
             texts += [row.doc for row in documented]
-        texts += [text for row in self.audit for text in (row.sentence, row.detail)]
+        texts += [text for row in self.event_log for text in (row.sentence, row.detail)]
         rows = sum(len(getattr(self, name)) for name in (*_KEYED, *_LISTED))
         return sum(len(text) for text in texts) + _ROW_BYTES * rows
 
 
 _REPLACED = ("nodes", "active_findings", "jobs", "acknowledged", "acknowledged_reports", "credentials", "remediations")
 _KEYED = (*_REPLACED, "versions", "forgotten_nodes", "forgotten_jobs")
-_LISTED = ("generations", "recoveries", "verdicts", "audit", "outbox", "superseded", "poisoned", "findings")
+_LISTED = ("generations", "recoveries", "verdicts", "event_log", "outbox", "superseded", "poisoned", "findings")
 _ROW_BYTES = 400
 """Approximate memory of an object besides its text, in bytes."""
 
@@ -262,35 +281,12 @@ class LoadedState(msgspec.Struct, frozen=True, kw_only=True):
     outbox: list[OutboxRow]
     acknowledged_reports: dict[tuple[str, int], int]
     poisoned: frozenset[tuple[str, int, int]]
-    newest_audit: int
+    newest_event: int
     newest_at: float
     versions: list[VersionRow]
     credentials: list[CredentialRow] = []
     remediations: list[RemediationRow] = []
     alerts: list[AlertRow] = []
-
-
-# ---- stored documents
-
-T = TypeVar("T")
-MAX_STORED_TEXT = 2048
-"""Longest text of a message that has a bound at all, but for stacks and findings' sentences."""
-
-
-def decode_stored(doc: str, kind: type[T]) -> T:
-    """Return a stored document. An earlier release took texts of any length: if one is too long now, all are cut."""
-    try:
-        return msgspec.json.decode(doc, type=kind)
-    except msgspec.ValidationError:
-        return msgspec.json.decode(msgspec.json.encode(_cut_texts(msgspec.json.decode(doc))), type=kind)
-
-
-def _cut_texts(part: Any) -> Any:
-    if isinstance(part, str):
-        return part[:MAX_STORED_TEXT]
-    if isinstance(part, dict):
-        return {name: _cut_texts(value) for name, value in part.items()}
-    return [_cut_texts(one) for one in part] if isinstance(part, list) else part
 
 
 # ---- cursors

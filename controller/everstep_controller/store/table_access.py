@@ -27,22 +27,22 @@ from everstep_controller.store import tables
 from everstep_controller.store.rows import (
     DEAD_CREDENTIAL_KEPT_S,
     AlertRow,
-    AuditRow,
     CredentialRow,
+    EventLogRow,
     FindingRow,
     RemediationRow,
     RemediationState,
 )
 
 # ---- entries by people
-# Audit entries that people caused have their own limit, so that nodes cannot displace them.
+# Entries that people caused in the event log have their own limit, so that nodes cannot displace them.
 
 PREFIXES = ("operator.", "credential.")
 """Prefixes of the kinds of entries that people cause."""
 OF_NODES = "credential.enrolled"
 """The only such kind that a node causes, with a join token."""
 
-_KIND, _META = tables.audit.c.kind, tables.meta.c
+_KIND, _META = tables.event_log.c.kind, tables.meta.c
 _KINDS = sa.text(
     "WITH RECURSIVE seen(kind) AS (SELECT min(kind) FROM audit UNION ALL "
     "SELECT (SELECT min(kind) FROM audit WHERE kind > seen.kind) FROM seen WHERE seen.kind IS NOT NULL) "
@@ -51,7 +51,7 @@ _KINDS = sa.text(
 
 
 def is_written_by_person() -> sa.ColumnElement[bool]:
-    """Return the condition for an entry by a person. The audit log's triggers use the same one (migration 0001)."""
+    """Return the condition for an entry by a person. The event log's triggers use the same one (migration 0001)."""
     return sa.and_(sa.or_(*(_KIND.like(prefix + "%") for prefix in PREFIXES)), _KIND != OF_NODES)
 
 
@@ -80,8 +80,8 @@ def meta_value(connection: Connection, key: str) -> int | None:
     return value
 
 
-def audit_pruned(connection: Connection) -> int:
-    """Return the newest id of the audit log that retention may delete."""
+def event_log_pruned(connection: Connection) -> int:
+    """Return the newest id of the event log that retention may delete."""
     return meta_value(connection, "audit_pruned") or 0
 
 
@@ -92,8 +92,8 @@ def mark(connection: Connection, now: float) -> None:
 
 def newest_at(connection: Connection) -> float:
     """Return the newest known time in wall seconds; 0.0 for a new database."""
-    audit = tables.audit.c
-    event = connection.execute(select(audit.at).order_by(audit.id.desc()).limit(1)).scalar()
+    event_log = tables.event_log.c
+    event = connection.execute(select(event_log.at).order_by(event_log.id.desc()).limit(1)).scalar()
     return max(event or 0.0, float(meta_value(connection, CLOCK) or 0))
 
 
@@ -290,40 +290,41 @@ def _conflict_free_groups(rows: Sequence[FindingRow]) -> Iterator[tuple[list[Fin
     yield list(cleared.values()), list(raised.values())
 
 
-# ---- audit ids
-# After a database was restored, no audit id may be used twice. The epoch of a copy is COPY_EPOCH_GAP newer than the
-# last epoch that wrote to it (``back_up`` or whoever restores a dump sees to that). The first controller that finds
-# this skips ids that may have been used since the copy was made: its ids begin at the next multiple of AUDIT_ID_GAP.
+# ---- ids of the event log
+# After a database was restored, no id of the event log may be used twice. The epoch of a copy is COPY_EPOCH_GAP newer
+# than the last epoch that wrote to it (``back_up`` or the restorer of a dump sets it). The first controller that
+# finds this skips ids that may have been used since the copy was made: its ids begin at the next multiple of
+# EVENT_ID_GAP.
 
 COPY_EPOCH_GAP = 1000
 """Epochs by which a copy is ahead of its original. Numbers of directives and generations begin with the epoch, so
 numbers that agents saw after the copy was made look old to them."""
-AUDIT_ID_GAP = 10**10
+EVENT_ID_GAP = 10**10
 """More entries than any fleet writes between a copy and its restoration: a thousand per second for four months."""
 RESTORED = "database.restored"
 """Kind of the first entry after the skipped ids."""
 
 
 def skip_used_ids(connection: Connection) -> None:
-    """Continue the audit log after every id that may have been used, with an entry about it."""
-    audit = tables.audit.c
-    newest = max(audit_pruned(connection), connection.execute(select(func.max(audit.id))).scalar() or 0)
-    at = connection.execute(select(func.max(audit.at))).scalar() or 0.0
-    first = newest - newest % AUDIT_ID_GAP + AUDIT_ID_GAP
+    """Continue the event log after every id that may have been used, with an entry about it."""
+    event_log = tables.event_log.c
+    newest = max(event_log_pruned(connection), connection.execute(select(func.max(event_log.id))).scalar() or 0)
+    at = connection.execute(select(func.max(event_log.at))).scalar() or 0.0
+    first = newest - newest % EVENT_ID_GAP + EVENT_ID_GAP
     sentence = (
         f"the database is a copy that ends with event {newest}: later decisions are lost, and events continue from "
         f"{first}"
     )
-    row = AuditRow(id=first, at=at, kind=RESTORED, sentence=sentence)
-    connection.execute(insert(tables.audit).values(msgspec.structs.asdict(row)))
+    row = EventLogRow(id=first, at=at, kind=RESTORED, sentence=sentence)
+    connection.execute(insert(tables.event_log).values(msgspec.structs.asdict(row)))
 
 
 def id_before_newest(connection: Connection, newest: int, lines: int) -> int:
     """Return the id that exactly ``lines`` entries up to ``newest`` follow; 0 or less if there are fewer."""
-    while newest % AUDIT_ID_GAP + 1 < lines:
-        lines -= newest % AUDIT_ID_GAP + 1
-        before = tables.audit.c.id < newest - newest % AUDIT_ID_GAP
-        newest = connection.execute(select(func.max(tables.audit.c.id)).where(before)).scalar() or 0
+    while newest % EVENT_ID_GAP + 1 < lines:
+        lines -= newest % EVENT_ID_GAP + 1
+        before = tables.event_log.c.id < newest - newest % EVENT_ID_GAP
+        newest = connection.execute(select(func.max(tables.event_log.c.id)).where(before)).scalar() or 0
         if not newest:
             return 0
     return newest - lines

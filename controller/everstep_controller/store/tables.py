@@ -79,7 +79,7 @@ verdicts = Table(
     Index("verdicts_by_time", "at"),
 )
 
-audit = Table(
+event_log = Table(
     "audit",
     metadata,
     Column("id", _ROW_ID, primary_key=True, autoincrement=False),
@@ -91,8 +91,9 @@ audit = Table(
     Index("audit_by_job", "job", "id"),
     Index("audit_by_kind", "kind", "id"),
 )
-"""Append-only. Triggers refuse UPDATE; in SQLite, INSERT under an id that is not the newest (REPLACE would rewrite an
-entry so); and DELETE beyond meta's ``audit_pruned``, or beyond ``orders_pruned`` for entries by people."""
+"""The event log, whose name in the database is ``audit``. Append-only: triggers refuse UPDATE; in SQLite, INSERT under
+an id that is not the newest (REPLACE would rewrite an entry so); and DELETE beyond meta's ``audit_pruned``, or beyond
+``orders_pruned`` for entries by people."""
 
 outbox = Table(
     "outbox",
@@ -121,7 +122,7 @@ poisoned_reports = Table(
 
 meta = Table("meta", metadata, Column("key", Text, primary_key=True), *_columns(_INTEGER, "value"))
 """``epoch``: number of take-overs of this database, checked by every write. ``batch``: newest batch applied.
-``audit_pruned``: newest id of the audit log that retention may delete; ``orders_pruned``: the same for entries by
+``audit_pruned``: newest id of the event log that retention may delete; ``orders_pruned``: the same for entries by
 people. ``last_writing_epoch``: newest epoch that has written; if the epoch is far ahead of it, the database is a copy.
 ``clock``: wall seconds when a controller was last known to run."""
 

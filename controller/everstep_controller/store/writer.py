@@ -154,7 +154,7 @@ _INSERTS = {
     "generations": insert(tables.generations),
     "recoveries": insert(tables.recoveries),
     "verdicts": insert(tables.verdicts),
-    "audit": insert(tables.audit),
+    "event_log": insert(tables.event_log),
     "outbox": insert(tables.outbox),
     "poisoned": insert(tables.poisoned_reports),
 }
@@ -175,7 +175,7 @@ _PRUNE_ACKNOWLEDGED_REPORTS = _delete_of_node(
 
 
 def _forget(connection: Connection, batch: Batch, lives: dict[str, int]) -> None:
-    """Delete forgotten nodes and jobs. History (audit log, findings, remediations) is deleted by age instead."""
+    """Delete forgotten nodes and jobs. History (event log, findings, remediations) is deleted by age instead."""
     nodes, jobs = list(batch.forgotten_nodes), list(batch.forgotten_jobs)
     of_nodes = (tables.nodes, tables.active_findings, tables.verdicts, tables.outbox, tables.acknowledged_reports)
     for table in of_nodes if nodes else ():

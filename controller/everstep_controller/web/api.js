@@ -370,6 +370,18 @@ export const progress = (name, since) =>
     })),
   }));
 
+// parameters: rank, lines
+export const output = (name, parameters) =>
+  get(`/v1/jobs/${encode(name)}/output`, parameters, (body) => ({
+    sentence: body.sentence || "",
+    command: body.command || "",
+    ranks: (body.ranks || []).map((one) => ({
+      rank: one.rank,
+      node: one.node,
+      lines: one.lines || [],
+    })),
+  }));
+
 // `everyS` and `restartS`: the restarts that the run is compared with.
 export const receipt = (name, everyS, restartS) =>
   get(`/v1/jobs/${encode(name)}/receipt`, { checkpoint_interval_s: everyS, restart_s: restartS }, (body) => ({
@@ -531,7 +543,7 @@ async function readFrames(reader, after, onEvents, onGap) {
         if (at > 0) fields[line.slice(0, at)] = line.slice(at + 2);
       }
       if (fields.id) last = Number(fields.id);
-      if (fields.event === "audit") batch.push(eventOf(parse(fields.data)));
+      if (fields.event === "entry") batch.push(eventOf(parse(fields.data)));
       if (fields.event === "gap") onGap();
     }
     if (batch.length) onEvents(batch);

@@ -6,6 +6,7 @@ import {
   bytes, Chip, clock, cssColour, EventRows, Figure, figure, JobLink, JobState, link, NodeLink, number, plural,
   Problem, Section, seconds, Skeleton, ticks, TraceLink, useTheme, useWidth, version, Wide,
 } from "./parts.js";
+import { Output, useOutput } from "./output.js";
 import { Progress, useProgress } from "./progress.js";
 import { useFleet, usePolled } from "./store.js";
 
@@ -129,7 +130,6 @@ function RankHeat({ job }) {
       <span><i style=${{ background: "var(--late)" }}></i>late: busy over 1.3 × the median</span>${silent.length > 0 && html`<span><i style=${{ background: "var(--silent)" }}></i>no progress reported</span>`}
       <span>rank 0 above, newest at the right</span></p>
     <p>${said}</p>
-    <p class="dim">On a rank's node, <code>everstep logs ${job.name} --rank ${one ? one.rank : "RANK"}</code> prints its output.</p>
   </div>`;
 }
 
@@ -288,8 +288,9 @@ export function Job({ name }) {
     ["slow", name],
     concerns
   );
+  const output = useOutput(name, pace, concerns, ifThere);
   const one = job.value;
-  if (!one || !progress.value || !slow.value) {
+  if (!one || !progress.value || !slow.value || !(output.all.value || output.all.error)) {
     return html`<div class="page"><div class="page-head"><h1>${name}</h1></div>
       <p class="lead">${exists.current === false ? "Waiting for its first launcher." : "\u00a0"}</p>
       <${Problem} error=${job.error || progress.error || slow.error} />
@@ -316,8 +317,9 @@ export function Job({ name }) {
       <ul>${Object.entries(one.ineligible).slice(0, 50).map(([node, why]) => html`<li key=${node}><${NodeLink} name=${node} />: ${why}</li>`)}</ul></details>
     <${Section} id="progress" title="Progress" note="dashed lines are regroups; drag to zoom, double-click to return"><${Progress} recoveries=${real} samples=${progress.value} /><//>
     <${Section} id="ranks" title="Ranks" note="share of each step in which the rank computes"><${RankHeat} job=${one} /><//>
+    <${Section} id="output" title="Output" note="what each rank printed last"><${Output} job=${one} output=${output} now=${now} /><//>
     <${Section} id="costs" title="What failures cost"><${Costs} job=${one} pace=${pace} concerns=${concerns} /><//>
-    <${Section} id="recoveries" title="Recoveries" note=${real.length ? "phases of the slowest rank; a row opens its incident" : "none yet"}><${Recoveries} recoveries=${real} /><//>
+    <${Section} id="recoveries" title="Recoveries" note=${real.length ? "phases of the slowest rank; a row opens its incident" : ""}>${real.length ? html`<${Recoveries} recoveries=${real} />` : html`<p class="dim">No rank or node has been lost.</p>`}<//>
     <${Section} id="checkpoints" title="Checkpoints"><div class="two"><${Exposure} restorability=${restorability} /><${Versions} checkpoints=${checkpoints} /></div><//>
     <${Section} id="hangs" title="Stacks of hangs"><${Hangs} events=${hangs} /><//>
     <${Section} id="events" title="Events"><${EventRows} events=${events} /><//>

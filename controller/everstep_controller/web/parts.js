@@ -188,7 +188,7 @@ export function ReasonDialog({ title, text, verb, danger, onSubmit, onClose }) {
     <form onSubmit=${submit}>
       <h2 id="reason-title">${title}</h2>
       <p>${text}</p>
-      <label>Reason, for the audit log
+      <label>Reason, for the event log
         <input name="reason" autocomplete="off" maxlength="400" required value=${reason}
           onInput=${(event) => setReason(event.target.value)} />
       </label>

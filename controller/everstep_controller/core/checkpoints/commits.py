@@ -16,8 +16,8 @@ from everstep.ids import Version
 from everstep.vocabulary import FindingKind
 from everstep.wire.v1.directives import VersionNotice
 from everstep.wire.v1.training import GenerationSpec, RestoreRule, VersionSealed
-from everstep_controller.core.checkpoints.parity import consider_protection, drop_corrupt_protection, pinned_versions
-from everstep_controller.core.checkpoints.storage import NO_VERSION, consider_spill, mark_stored_corrupt, restore_urls
+from everstep_controller.core.checkpoints.parity import consider_protection, drop_corrupt_protection
+from everstep_controller.core.checkpoints.storage import NO_VERSION, consider_spill, mark_stored_corrupt
 from everstep_controller.core.effects import PutVersion
 from everstep_controller.core.records import JobRecord, ShareLocations, VersionLocations, VersionRecord, node_kind
 from everstep_controller.core.state import JobRuntime, VersionSeals
@@ -165,7 +165,7 @@ def _get_seals(transition: Transition, live: JobRuntime, version: Version) -> Ve
     if live.commits.settled_version is not None and version <= live.commits.settled_version:
         return None
     if version not in live.commits.seals:
-        if len(live.commits.seals) >= transition.policy.version_window:
+        if len(live.commits.seals) >= transition.policy.checkpoints.version_window:
             oldest = min(live.commits.seals)
             if version < oldest:
                 return None
@@ -222,13 +222,14 @@ def _count_missing_copies(transition: Transition, spec: GenerationSpec, live: Jo
         missing.update(set(spec.replica_nodes.get(node, ())) - ballot.full_copies.get(node, {}).keys())
     missed = live.commits.missed_copies
     live.commits.missed_copies = {node: missed.get(node, 0) + 1 for node in sorted(missing)}
-    if max(live.commits.missed_copies.values(), default=0) >= transition.policy.missed_copies_count:
+    if max(live.commits.missed_copies.values(), default=0) >= transition.policy.checkpoints.missed_copies_count:
         transition.schedule_job(transition.now, spec.job)
 
 
 def _commit(transition: Transition, job: JobRecord, version: Version, ballot: VersionSeals, *, verified: bool) -> None:
     """Commit ``version``: every rank keeps it, and its bytes are in as many places as the job asks for."""
     live = transition.state.job_runtime[job.job]
+    assert live.commits.settled_version == version, f"{job.job}: {version} is committed before it is settled"
     live.commits.committed_version, live.commits.committed_at, live.commits.missed_copies = version, transition.now, {}
     live.commits.committed_bytes = sum(ballot.bytes_by_rank.values())
     shares = {
@@ -258,12 +259,12 @@ def _commit(transition: Transition, job: JobRecord, version: Version, ballot: Ve
 def _keep_earlier_locations(job: JobRecord, version: Version) -> None:
     """Before ``version`` is committed, keep where versions for audits are whose generation is over."""
     commits = job.commits
-    kept = {one.version.generation for one in (commits.audited, commits.audit_candidate) if one is not None}
+    kept = {audited.version.generation for audited in (commits.audited, commits.audit_candidate) if audited is not None}
     known = [commits.locations] if commits.locations is not None else []
     commits.earlier_locations = [
-        one
-        for one in (*commits.earlier_locations, *known)
-        if one.generation in kept and one.generation != version.generation
+        location
+        for location in (*commits.earlier_locations, *known)
+        if location.generation in kept and location.generation != version.generation
     ]
 
 
@@ -276,7 +277,7 @@ def _choose_audit_candidate(transition: Transition, job: JobRecord, record: Vers
             transition.mark_job_changed(job.job)
         return
     waits = commits.audit_candidate
-    if waits is None or transition.now - waits.committed_at > transition.policy.audit_candidate_max_s:
+    if waits is None or transition.now - waits.committed_at > transition.policy.audits.candidate_max_s:
         commits.audit_candidate = record
         transition.mark_job_changed(job.job)
 
@@ -292,11 +293,17 @@ def verify_audit_candidate(transition: Transition, job: JobRecord) -> None:
     transition.emit(PutVersion(audited))
 
 
+def restart_commits(transition: Transition, job: JobRecord) -> None:
+    """Drop open votes and the announced candidate: they were of ranks that no longer count."""
+    commits = transition.state.job_runtime[job.job].commits
+    commits.seals, commits.candidate_step, commits.candidate_due = {}, None, 0.0
+
+
 def start_commits(transition: Transition, job: JobRecord) -> None:
     """Start commits once a generation steps. The first candidate is its first version, which every rank knows."""
     live = transition.state.job_runtime[job.job]
     if live.commits.candidate_step is None and live.commits.candidate_due == 0.0:
-        _schedule_check(transition, job, live, transition.policy.candidate_timeout_s)
+        _schedule_check(transition, job, live, transition.policy.checkpoints.candidate_timeout_s)
 
 
 def resume_commits(transition: Transition, job: JobRecord) -> None:
@@ -306,17 +313,17 @@ def resume_commits(transition: Transition, job: JobRecord) -> None:
     if running is None or (job.progress.resumed_at is None and committed < running.number):
         return
     live.commits.candidate_step = UNKNOWN_CANDIDATE
-    _schedule_check(transition, job, live, transition.policy.candidate_timeout_s)
+    _schedule_check(transition, job, live, transition.policy.checkpoints.candidate_timeout_s)
 
 
-def check_candidate(transition: Transition, job: JobRecord) -> None:
+def replace_late_candidate(transition: Transition, job: JobRecord) -> None:
     """At a deadline, replace a candidate that not every rank kept because one heard of it too late."""
     live = transition.state.job_runtime[job.job]
     due, step = live.commits.candidate_due, live.commits.candidate_step
     if not due or transition.now < due or job.outgoing_generation is not None:
         return
     if transition.state.database_outage or (step is not None and (transition.read_step_rate(job.job).step or 0) < step):
-        _schedule_check(transition, job, live, transition.policy.candidate_timeout_s)
+        _schedule_check(transition, job, live, transition.policy.checkpoints.candidate_timeout_s)
     else:
         _announce_next(transition, job, live)
 
@@ -327,26 +334,38 @@ def _announce_next(transition: Transition, job: JobRecord, live: JobRuntime) -> 
     stride = transition.read_step_rate(job.job)
     step_s = stride.step_s
     if running is None or stride.step is None or step_s <= 0:
-        _schedule_check(transition, job, live, transition.policy.commit_interval_s)
+        _schedule_check(transition, job, live, transition.policy.checkpoints.commit_interval_s)
         return
-    now_at = stride.predict_step(transition.now, transition.policy.candidate_timeout_s)
+    now_at = stride.predict_step(transition.now, transition.policy.checkpoints.candidate_timeout_s)
     policy = transition.policy
-    interval_s = max(policy.commit_interval_s, running.world_size * policy.commit_interval_per_rank_s)
-    live.commits.candidate_step = now_at + 1 + math.ceil(interval_s / step_s)
+    interval_s = max(
+        policy.checkpoints.commit_interval_s, running.world_size * policy.checkpoints.commit_interval_per_rank_s
+    )
+    every = max((progress.snapshot_every for progress in live.progress.by_rank.values()), default=1)
+    live.commits.candidate_step = _stored_anyway(
+        now_at + 1 + math.ceil(interval_s / step_s), every, interval_s / step_s
+    )
     last = max((progress.until_step for progress in live.progress.by_rank.values()), default=0)
     if now_at < last < live.commits.candidate_step:
         live.commits.candidate_step = last  # the state that training ends with
     steps_s = (live.commits.candidate_step - now_at) * step_s
-    _schedule_check(transition, job, live, transition.policy.candidate_timeout_s + 2 * steps_s)
+    _schedule_check(transition, job, live, transition.policy.checkpoints.candidate_timeout_s + 2 * steps_s)
     _send_notice(transition, job, live, running)
 
 
-def set_boundary_candidate(transition: Transition, job: JobRecord, step: int) -> None:
+def _stored_anyway(step: int, every: int, interval_steps: float) -> int:
+    """Return the first step from ``step`` on that ranks store in any case, each ``every`` steps: another one would cost
+    them a snapshot more. If that is further away than the commits are apart, return ``step``."""
+    later = -step % every if every > 1 else 0
+    return step + later if later <= interval_steps else step
+
+
+def set_boundary_candidate(transition: Transition, job: JobRecord) -> None:
     """Make the version at an announced boundary the candidate. It is not committed, but each rank keeps it."""
-    live, running = transition.state.job_runtime[job.job], job.outgoing_generation
-    if running is None or live.commits.candidate_step == step:
+    live, running, coming = transition.state.job_runtime[job.job], job.outgoing_generation, job.generation
+    if running is None or coming is None or live.commits.candidate_step == coming.after_step:
         return
-    live.commits.candidate_step = step
+    live.commits.candidate_step = coming.after_step
     _send_notice(transition, job, live, running)
 
 
@@ -356,7 +375,7 @@ def _send_notice(transition: Transition, job: JobRecord, live: JobRuntime, runni
         generation=running.number,
         committed=live.commits.committed_version,
         candidate=live.commits.candidate_step,
-        pinned=pinned_versions(job),
+        pinned=job.pinned_versions(),
     )
     for node in running.seats:
         if node in transition.state.reachable_nodes:
@@ -370,14 +389,14 @@ def _schedule_check(transition: Transition, job: JobRecord, live: JobRuntime, se
 
 def restore_rule(transition: Transition, job: JobRecord) -> RestoreRule:
     """Return the rule for restoring: from the commit on, and after corruption up to the newest clean version."""
-    storage, *before = restore_urls(job) or [""]
+    storage, *before = job.spills.restore_urls() or [""]
     if job.commits.restore_ceiling == NO_VERSION or job.progress.last_number == 0:
         return RestoreRule(from_scratch=True, storage_url=storage, older_storage_urls=tuple(before))
     committed = transition.state.job_runtime[job.job].commits.committed_version
     return RestoreRule(
         floor=committed,
         ceiling=job.commits.restore_ceiling,
-        pinned=pinned_versions(job),
+        pinned=job.pinned_versions(),
         protection=job.parity.active.protection if job.parity.active is not None else None,
         storage_url=storage,
         older_storage_urls=tuple(before),
@@ -403,7 +422,7 @@ def roll_back_to_clean(transition: Transition, job: JobRecord) -> str:
 def newest_version_before(transition: Transition, job: JobRecord, step: int) -> Version | None:
     """Return the newest known version from before ``step``, audited or not."""
     live, commits = transition.state.job_runtime[job.job], job.commits
-    kept = (one.version for one in (commits.audited, commits.audit_candidate) if one is not None)
+    kept = (audited.version for audited in (commits.audited, commits.audit_candidate) if audited is not None)
     known = (live.commits.committed_version, live.commits.verified_version, *kept)
     return max((version for version in known if version is not None and version.step < step), default=None)
 
@@ -417,12 +436,16 @@ def roll_back_before(transition: Transition, job: JobRecord, step: int, *, to_au
     """
     live, commits = transition.state.job_runtime[job.job], job.commits
     live.commits.seals = {}
-    kept = [one for one in (commits.audited, commits.audit_candidate) if one is not None and one.version.step < step]
+    kept = [
+        audited
+        for audited in (commits.audited, commits.audit_candidate)
+        if audited is not None and audited.version.step < step
+    ]
     newest = newest_version_before(transition, job, step) or NO_VERSION
     ceiling = kept[0].version if to_audited and kept else newest
     if commits.restore_ceiling is not None:
         ceiling = min(ceiling, commits.restore_ceiling)
-    record = next((one for one in kept if one.version == ceiling), None)
+    record = next((audited for audited in kept if audited.version == ceiling), None)
     _forget_newer(job, live, ceiling, record)
     clean = ceiling if ceiling != NO_VERSION else None
     mark_stored_corrupt(transition, job, clean)
@@ -470,7 +493,7 @@ def roll_back_open_cases(transition: Transition, job: JobRecord) -> None:
     if ceiling is None or ceiling.step >= step:
         words = roll_back_before(transition, job, step)
         sentence = f"{why}; {words}"
-        transition.audit("corruption.unresolved_audit", sentence, job=job.job, generation=job.progress.last_number)
+        transition.log_event("corruption.unresolved_audit", sentence, job=job.job, generation=job.progress.last_number)
 
 
 def _convicted_seats(transition: Transition, job: JobRecord, spec: GenerationSpec) -> list[tuple[int, str]]:
@@ -499,4 +522,4 @@ def roll_back_open_votes(transition: Transition, job: JobRecord) -> None:
         return
     words = roll_back_to_clean(transition, job)
     sentence = f"digests of version {min(unresolved)} differ in a vote that a regrouping cuts short; {words}"
-    transition.audit("corruption.unresolved_vote", sentence, job=job.job, generation=job.progress.last_number)
+    transition.log_event("corruption.unresolved_vote", sentence, job=job.job, generation=job.progress.last_number)

@@ -207,14 +207,6 @@ def lost_shards(groups: Collection[NodeGroup], gone: Collection[str]) -> tuple[s
     )
 
 
-def pinned_versions(job: JobRecord) -> tuple[Version, ...]:
-    """Return the versions that ranks must keep: they are being read, parity depends on them, or audits verify them."""
-    held = [job.spills.pending.version] if job.spills.pending is not None else []
-    held += [one.version for one in (job.commits.audited, job.commits.audit_candidate) if one is not None]
-    held += [one.protection.version for one in (job.parity.active, job.parity.pending) if one is not None]
-    return tuple(sorted(set(held)))
-
-
 def consider_protection(transition: Transition, job: JobRecord, version: Version) -> None:
     """Protect ``version``, which has just been committed, if no protection is pending."""
     running, size, parity = job.generation, job.spec.parity_group_size, job.parity
@@ -226,7 +218,9 @@ def consider_protection(transition: Transition, job: JobRecord, version: Version
         job.parity.summary = grouping.explanation
         alone = job.spec.replicas == 1 and grouping.copy_only_nodes
         unsafe = f"; {join_names(grouping.copy_only_nodes)} have neither parity nor a copy" if alone else ""
-        transition.audit("parity.grouped", f"{grouping.explanation}{unsafe}", job=job.job, generation=running.number)
+        transition.log_event(
+            "parity.grouped", f"{grouping.explanation}{unsafe}", job=job.job, generation=running.number
+        )
         transition.mark_job_changed(job.job)
     if not grouping.groups:
         return
@@ -268,11 +262,11 @@ def _send_parity_order(transition: Transition, job: JobRecord, protecting: Pendi
                 keep=(job.parity.active.protection.version,) if job.parity.active is not None else (),
             )
             transition.send(node, body)
-    live.vault_orders.parity_due = transition.now + transition.policy.vault_order_retry_s
+    live.vault_orders.parity_due = transition.now + transition.policy.checkpoints.vault_order_retry_s
     transition.schedule_job(live.vault_orders.parity_due, job.job)
 
 
-def check_protection(transition: Transition, job: JobRecord) -> None:
+def advance_protection(transition: Transition, job: JobRecord) -> None:
     """At a deadline, repeat the order to nodes that have not answered; give up if a node of it is lost."""
     protecting = job.parity.pending
     if protecting is None or not job.is_running or transition.state.database_outage:
@@ -297,17 +291,29 @@ def reconsider_protection(transition: Transition, job: JobRecord) -> None:
         give_up_protection(transition, job, f"{join_names(gone)} cannot be reached")
 
 
+def renew_protection_order(transition: Transition, job: JobRecord) -> None:
+    """Repeat the pending order at once in the name of the generation that begins."""
+    if job.parity.pending is not None:
+        transition.state.job_runtime[job.job].vault_orders.parity_due = transition.now
+        transition.schedule_job(transition.now, job.job)
+
+
 def give_up_protection(transition: Transition, job: JobRecord, reason: str) -> None:
     """Give up the pending protection; the earlier one stays. The wait for the next grows with each failure in a row."""
     protecting = job.parity.pending
     if protecting is None:
         return
     job.parity.pending, job.parity.failures_in_row, job.parity.error = None, job.parity.failures_in_row + 1, reason
-    waits = Backoff(floor_s=transition.policy.vault_order_retry_s, ceiling_s=transition.policy.vault_order_retry_max_s)
+    waits = Backoff(
+        floor_s=transition.policy.checkpoints.vault_order_retry_s,
+        ceiling_s=transition.policy.checkpoints.vault_order_retry_max_s,
+    )
     job.parity.not_before = transition.now + waits.limit_s(job.parity.failures_in_row - 1)
     version = protecting.protection.version
     sentence = f"no parity of version {version} is made: {reason}"
-    transition.audit("parity.given_up", sentence, job=job.job, trace=protecting.trace, data={"version": str(version)})
+    transition.log_event(
+        "parity.given_up", sentence, job=job.job, trace=protecting.trace, data={"version": str(version)}
+    )
     transition.mark_job_changed(job.job)
 
 
@@ -326,7 +332,7 @@ def handle_version_protected(transition: Transition, job: JobRecord, node: str, 
         made = transition.state.job_runtime[job.job].vault_orders.made_parity
         made[node] = dict(report.members_digests)
         if len(made) == len(groups_by_parity_node(protecting.protection)):
-            _check_parity(transition, job, protecting)
+            _activate_if_equal(transition, job, protecting)
 
 
 def _failed(
@@ -336,11 +342,11 @@ def _failed(
         return  # repeated in the name of the newer generation
     protecting.failures += 1
     transition.mark_job_changed(job.job)
-    if report.code != Unavailable.code or protecting.failures >= transition.policy.vault_order_failures:
+    if report.code != Unavailable.code or protecting.failures >= transition.policy.checkpoints.vault_order_failures:
         give_up_protection(transition, job, f"{node}: {report.message}")
 
 
-def _check_parity(transition: Transition, job: JobRecord, protecting: PendingProtection) -> None:
+def _activate_if_equal(transition: Transition, job: JobRecord, protecting: PendingProtection) -> None:
     """Activate the protection if P and Q of each group were made of the same bytes."""
     live = transition.state.job_runtime[job.job]
     for group in protecting.protection.shards():
@@ -356,18 +362,20 @@ def _check_parity(transition: Transition, job: JobRecord, protecting: PendingPro
         protection=protecting.protection, copy_only_shares=protecting.copy_only_shares, protected_at=transition.now
     )
     job.parity.pending, job.parity.failures_in_row, job.parity.error = None, 0, ""
-    job.parity.not_before = protecting.started_at + transition.policy.parity_interval_s
+    job.parity.not_before = protecting.started_at + transition.policy.checkpoints.parity_interval_s
     transition.mark_job_changed(job.job)
     if first:  # a log entry for each later version would come every few seconds
         sentence = f"parity of version {version} is complete after {took_s:.1f} s: {job.parity.summary}"
-        transition.audit("parity.kept", sentence, job=job.job, trace=protecting.trace, data={"version": str(version)})
+        transition.log_event(
+            "parity.kept", sentence, job=job.job, trace=protecting.trace, data={"version": str(version)}
+        )
 
 
 def drop_corrupt_protection(transition: Transition, job: JobRecord, clean: Version | None) -> None:
     """After corruption, drop the protection of versions newer than ``clean``."""
-    for one in (job.parity.pending, job.parity.active):
-        if one is not None and (clean is None or one.protection.version > clean):
-            if one is job.parity.pending:
+    for state in (job.parity.pending, job.parity.active):
+        if state is not None and (clean is None or state.protection.version > clean):
+            if state is job.parity.pending:
                 give_up_protection(transition, job, "it may be corrupt")
             else:
                 job.parity.active = None

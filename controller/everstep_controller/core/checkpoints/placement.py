@@ -132,8 +132,8 @@ class _ReplicaPlacer:
     def _shared(self, node: str, chosen: Sequence[str]) -> int:
         if len(chosen) == 1:
             return self._sites[node].count_shared(self._sites[chosen[0]])
-        sites = [self._sites[one] for one in (node, *chosen)]
-        return sum(one.count_shared(other) for at, one in enumerate(sites) for other in sites[:at])
+        sites = [self._sites[holder] for holder in (node, *chosen)]
+        return sum(site.count_shared(other) for at, site in enumerate(sites) for other in sites[:at])
 
     def complete(self, given: ReplicaTargets) -> ReplicaTargets:
         """Return ``given``, completed by the best choice for every other node."""
@@ -174,7 +174,7 @@ class _ReplicaPlacer:
     def _move_copy(self, placed: ReplicaTargets, sender: str, replica_node: str, free: Iterable[str]) -> None:
         site = self._sites[sender]
         for other in sorted(free, key=lambda node: (self.load[node], site.has_same_driver(self._sites[node]))):
-            chosen = tuple(other if one == replica_node else one for one in placed[sender])
+            chosen = tuple(other if replica == replica_node else replica for replica in placed[sender])
             if other != sender and other not in placed[sender] and self.accepts(sender, chosen):
                 placed[sender] = chosen
                 self.load[replica_node] -= 1

@@ -15,8 +15,8 @@ from everstep.wire.v1.operator import LossForecast, Restorability
 from everstep.wire.v1.operator_history import CheckpointCopy, JobCheckpoints
 from everstep_controller.core.checkpoints.parity import groups_by_parity_node, lost_protected_nodes, still_holds_data
 from everstep_controller.core.checkpoints.storage import NO_VERSION
-from everstep_controller.core.jobs.membership import domain_of, eligible_nodes
 from everstep_controller.core.records import JobRecord, ShareLocations
+from everstep_controller.core.seats.membership import domain_of, eligible_nodes
 from everstep_controller.core.state import FleetState
 from everstep_controller.core.wording import format_node_count, join_names
 
@@ -40,8 +40,8 @@ def compute_restorability(state: FleetState, job: JobRecord) -> Restorability:
         gone = shares.lost(lost)
         older = _version_by_parity(state, job, lost) if gone else None
         forecasts.append(_forecast(shares, outlook, kind, name, lost, gone, version, older))
-    fatal = {one.name for one in forecasts if one.kind == "node" and not one.restorable}
-    forecasts = [one for one in forecasts if one.kind != "pair" or fatal.isdisjoint(one.nodes)]
+    fatal = {forecast.name for forecast in forecasts if forecast.kind == "node" and not forecast.restorable}
+    forecasts = [forecast for forecast in forecasts if forecast.kind != "pair" or fatal.isdisjoint(forecast.nodes)]
     forecasts.sort(key=lambda one: (one.restorable, one.restorable and one.remaining_nodes > 0, len(one.nodes)))
     return Restorability(
         job=job.job,
@@ -156,8 +156,8 @@ def _possible_losses(
     for (kind, name), members in domains.items():
         yield kind, name, tuple(members)
     if len(concerned) <= MAX_NODES_FOR_PAIRS:
-        for one, other in combinations(concerned, 2):
-            yield "pair", f"{one}, {other}", (one, other)
+        for pair, other in combinations(concerned, 2):
+            yield "pair", f"{pair}, {other}", (pair, other)
 
 
 def _version_by_parity(state: FleetState, job: JobRecord, lost: Collection[str]) -> Version | None:
@@ -218,11 +218,16 @@ def _summary(
             f"version {version} cannot be restored now: no reachable node has the state of the ranks on "
             f"{join_names(missing)}; {then}"
         )
-    fatal = [one for one in forecasts if not one.restorable]
-    kinds = Counter(one.kind for one in fatal)
+    fatal = [forecast for forecast in forecasts if not forecast.restorable]
+    kinds = Counter(forecast.kind for forecast in fatal)
     if not fatal:
         oldest = next(
-            (f", or at least {one.fallback_version} by parity" for one in forecasts if one.fallback_version), ""
+            (
+                f", or at least {forecast.fallback_version} by parity"
+                for forecast in forecasts
+                if forecast.fallback_version
+            ),
+            "",
         )
         return f"version {version} or a newer one would be restored{oldest}, whichever of its nodes or domains is lost"
     words = ", ".join(f"{kinds[kind]} {kind}{'s' if kinds[kind] > 1 else ''}" for kind in kinds)
@@ -237,7 +242,7 @@ def _describe_loss(kind: LossKind, name: str) -> str:
 def list_checkpoints(state: FleetState, job: JobRecord) -> JobCheckpoints:
     """List checkpoints in the order in which the job would use them: memory, parity, storage; newest first in each."""
     versions = (*_in_memory(state, job), *_by_parity(state, job), *_on_storage(state, job))
-    first = next((one for one in versions if one.restorable), None)
+    first = next((version for version in versions if version.restorable), None)
     if first is None:
         sentence = f"no checkpoint of job {job.job} can be restored"
     else:
@@ -343,14 +348,14 @@ def _on_storage(state: FleetState, job: JobRecord) -> Iterator[CheckpointCopy]:
             bytes=spilling.bytes,
             url=spilling.url,
         )
-    for one in reversed(job.spills.stored):
+    for checkpoint in reversed(job.spills.stored):
         yield CheckpointCopy(
-            version=one.version,
+            version=checkpoint.version,
             storage_tier="storage",
             state="complete",
-            restorable=not one.maybe_corrupt,
-            sentence="it may be corrupt" if one.maybe_corrupt else "it is complete on storage",
-            since=one.stored_at,
-            bytes=one.bytes,
-            url=one.url,
+            restorable=not checkpoint.maybe_corrupt,
+            sentence="it may be corrupt" if checkpoint.maybe_corrupt else "it is complete on storage",
+            since=checkpoint.stored_at,
+            bytes=checkpoint.bytes,
+            url=checkpoint.url,
         )

@@ -22,11 +22,9 @@ from everstep_controller.core.transition import Transition
 NO_VERSION = Version(0, 0)
 """A ceiling below every version (generations count from 1): no stored version may be restored."""
 MAX_LAST_ORDERS = 2
-"""Versions ordered after all ranks have returned: the newest one, and one that was committed meanwhile."""
+"""Orders after all ranks have returned: the newest version, and one that was committed meanwhile, or that one again."""
 MAX_STORED = 100
 """Number of checkpoints on storage listed in a job's record; the newest ones."""
-MAX_RESTORE_URLS = 4
-"""Number of these that a generation receives; if the newest is damaged, the one before it serves."""
 
 
 def consider_spill(transition: Transition, job: JobRecord, version: Version, nbytes: int) -> None:
@@ -44,7 +42,7 @@ def spill_newest(transition: Transition, job: JobRecord) -> None:
     version = commits.committed_version
     if plan is None or version is None or job.spills.pending is not None or transition.state.database_outage:
         return
-    if all(one.version < version for one in job.spills.stored if not one.maybe_corrupt):
+    if all(checkpoint.version < version for checkpoint in job.spills.stored if not checkpoint.maybe_corrupt):
         _order_spill(transition, job, plan, version, commits.committed_bytes)
 
 
@@ -94,11 +92,11 @@ def _send_spill_order(transition: Transition, job: JobRecord, spilling: PendingS
     for node in spilling.writers:
         if node not in live.vault_orders.spilled_nodes and node in transition.state.reachable_nodes:
             transition.send(node, body)
-    live.vault_orders.spill_due = transition.now + transition.policy.vault_order_retry_s
+    live.vault_orders.spill_due = transition.now + transition.policy.checkpoints.vault_order_retry_s
     transition.schedule_job(live.vault_orders.spill_due, job.job)
 
 
-def check_spill(transition: Transition, job: JobRecord) -> None:
+def advance_spill(transition: Transition, job: JobRecord) -> None:
     """At a deadline, repeat the order to nodes that have not answered; give up if a share is lost."""
     spilling = job.spills.pending
     if spilling is None or job.is_ended or transition.state.database_outage:
@@ -137,6 +135,14 @@ def _holds_slots(state: FleetState, node: str) -> bool:
     return node in state.reachable_nodes and not state.nodes[node].health.defective_gpus
 
 
+def renew_spill_order(transition: Transition, job: JobRecord) -> None:
+    """Repeat the pending order at once in the name of the generation that begins."""
+    job.spills.last_orders = 0
+    if job.spills.pending is not None:
+        transition.state.job_runtime[job.job].vault_orders.spill_due = transition.now
+        transition.schedule_job(transition.now, job.job)
+
+
 def give_up_spill(transition: Transition, job: JobRecord, reason: str) -> None:
     """Give up the pending version. The wait for the next one grows with each failure in a row."""
     spilling = job.spills.pending
@@ -144,11 +150,14 @@ def give_up_spill(transition: Transition, job: JobRecord, reason: str) -> None:
         return
     job.spills.pending, job.spills.failed_versions, job.spills.error = None, job.spills.failed_versions + 1, reason
     job.spills.failures_in_row += 1
-    waits = Backoff(floor_s=transition.policy.vault_order_retry_s, ceiling_s=transition.policy.vault_order_retry_max_s)
+    waits = Backoff(
+        floor_s=transition.policy.checkpoints.vault_order_retry_s,
+        ceiling_s=transition.policy.checkpoints.vault_order_retry_max_s,
+    )
     job.spills.not_before = transition.now + waits.limit_s(job.spills.failures_in_row - 1)
     sentence = f"version {spilling.version} is not written to storage: {reason}"
     data = {"version": str(spilling.version)}
-    transition.audit("spill.given_up", sentence, job=job.job, trace=spilling.trace, data=data)
+    transition.log_event("spill.given_up", sentence, job=job.job, trace=spilling.trace, data=data)
     transition.mark_job_changed(job.job)
     transition.schedule_job(transition.now, job.job)
 
@@ -177,11 +186,11 @@ def adopt_earlier_run(transition: Transition, job: JobRecord, found: EarlierRun)
     if found.fresh and spills.folder != found.folder:
         spills.stored = []
     spills.folder = found.folder
-    known = {one.url for one in spills.stored}
-    for one in found.versions:
-        if one.url not in known:
-            at = one.written_at
-            stored = StoredCheckpoint(version=one.version, url=one.url, bytes=0, started_at=0.0, stored_at=at)
+    known = {checkpoint.url for checkpoint in spills.stored}
+    for version in found.versions:
+        if version.url not in known:
+            at = version.written_at
+            stored = StoredCheckpoint(version=version.version, url=version.url, bytes=0, started_at=0.0, stored_at=at)
             spills.stored.append(stored)
     spills.stored.sort(key=lambda one: one.stored_at)
     job.progress.last_number = max(job.progress.last_number, found.generation)
@@ -211,11 +220,13 @@ def _drop_removed(transition: Transition, job: JobRecord, report: VersionSpilled
     gone, left = ({f"{root}/{folder}" for folder in folders} for folders in (report.removed, report.remaining))
     if left:
         older = (
-            one.url for one in job.spills.stored if one.version < report.version and one.url.startswith(f"{root}/")
+            checkpoint.url
+            for checkpoint in job.spills.stored
+            if checkpoint.version < report.version and checkpoint.url.startswith(f"{root}/")
         )
         gone |= set(older) - left
-    if any(one.url in gone for one in job.spills.stored):
-        job.spills.stored = [one for one in job.spills.stored if one.url not in gone]
+    if any(checkpoint.url in gone for checkpoint in job.spills.stored):
+        job.spills.stored = [checkpoint for checkpoint in job.spills.stored if checkpoint.url not in gone]
         transition.mark_job_changed(job.job)
 
 
@@ -224,7 +235,7 @@ def _failed(transition: Transition, job: JobRecord, spilling: PendingSpill, node
     if report.code == StaleGeneration.code:
         return  # the order's generation is over; it is repeated in the newer one's name
     spilling.failures += 1
-    if report.code != Unavailable.code or spilling.failures >= transition.policy.vault_order_failures:
+    if report.code != Unavailable.code or spilling.failures >= transition.policy.checkpoints.vault_order_failures:
         give_up_spill(transition, job, f"{node}: {report.message}")
         return
     spilling.last_error = f"{node}: {report.message}"
@@ -240,11 +251,11 @@ def _written(transition: Transition, job: JobRecord, spilling: PendingSpill, nod
         live.vault_orders.spilled_nodes, spilling.attempt = set(), spilling.attempt + 1
         spilling.failures += 1
         transition.mark_job_changed(job.job)
-        if spilling.failures >= transition.policy.vault_order_failures:
+        if spilling.failures >= transition.policy.checkpoints.vault_order_failures:
             reason = "all nodes have written their parts, but not all parts are listed on storage"
             give_up_spill(transition, job, reason)
         else:
-            live.vault_orders.spill_due = transition.now + transition.policy.vault_order_retry_s
+            live.vault_orders.spill_due = transition.now + transition.policy.checkpoints.vault_order_retry_s
 
 
 def _complete(transition: Transition, job: JobRecord, spilling: PendingSpill, report: VersionSpilled) -> None:
@@ -255,12 +266,12 @@ def _complete(transition: Transition, job: JobRecord, spilling: PendingSpill, re
         started_at=spilling.started_at,
         stored_at=transition.now,
     )
-    kept = [one for one in job.spills.stored if one.version != stored.version]
+    kept = [checkpoint for checkpoint in job.spills.stored if checkpoint.version != stored.version]
     job.spills.stored = [*kept, stored][-MAX_STORED:]
     job.spills.pending, job.spills.last_step = None, spilling.version.step
     job.spills.failures_in_row, job.spills.error, job.spills.not_before = 0, "", 0.0
     took_s = transition.now - spilling.started_at
-    transition.audit(
+    transition.log_event(
         "spill.stored",
         f"version {stored.version} is complete on storage after {took_s:.1f} s: {stored.url}",
         job=job.job,
@@ -286,7 +297,7 @@ def end_spills(transition: Transition, job: JobRecord) -> None:
     """Stop the spills of an ended job. Its checkpoints stay for a later run of the same name."""
     if job.spills.pending is not None:
         sentence = f"version {job.spills.pending.version} is not written to storage: the job has ended"
-        transition.audit("spill.given_up", sentence, job=job.job, trace=job.spills.pending.trace)
+        transition.log_event("spill.given_up", sentence, job=job.job, trace=job.spills.pending.trace)
         job.spills.pending = None
     job.spills.failures_in_row, job.spills.not_before = 0, 0.0
 
@@ -295,13 +306,8 @@ def mark_stored_corrupt(transition: Transition, job: JobRecord, clean: Version |
     """After corruption, mark this run's checkpoints newer than ``clean``; marked ones are not restored."""
     if job.spills.pending is not None and (clean is None or job.spills.pending.version > clean):
         give_up_spill(transition, job, "it may be corrupt")
-    for at, one in enumerate(job.spills.stored):
-        newer = (clean is None or one.version > clean) and one.started_at >= job.progress.created_at
-        if newer and not one.maybe_corrupt:
-            job.spills.stored[at] = msgspec.structs.replace(one, maybe_corrupt=True)
+    for at, checkpoint in enumerate(job.spills.stored):
+        newer = (clean is None or checkpoint.version > clean) and checkpoint.started_at >= job.progress.created_at
+        if newer and not checkpoint.maybe_corrupt:
+            job.spills.stored[at] = msgspec.structs.replace(checkpoint, maybe_corrupt=True)
             transition.mark_job_changed(job.job)
-
-
-def restore_urls(job: JobRecord) -> list[str]:
-    """Return the checkpoints to start from if memory has nothing: those not marked as corrupt, newest first."""
-    return [one.url for one in reversed(job.spills.stored) if not one.maybe_corrupt][:MAX_RESTORE_URLS]

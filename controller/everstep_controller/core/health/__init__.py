@@ -1,4 +1,5 @@
-"""Node health: findings, verdicts, eviction, quarantine, diagnostics, remediation and maintenance.
+"""Node health: states, offences, outbreaks, diagnostics, quarantine, remediation and eviction.
 
-Whether a node is reachable belongs to ``core.liveness``; what its jobs do about a loss belongs to ``core.jobs``.
+What a finding leads to belongs in ``core.judgement``, whether a node is reachable in ``core.liveness``, and what its
+jobs do about a loss in ``core.jobs``.
 """

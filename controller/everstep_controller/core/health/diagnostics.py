@@ -10,9 +10,9 @@ import msgspec
 from everstep.vocabulary import Finding, NodeState, ProbeKind, Severity
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.training import ProbeFinished
-from everstep_controller.core.jobs.membership import jobs_seated_on
 from everstep_controller.core.policy import BlameIsolationMethod
 from everstep_controller.core.records import HistoryKind, NodeRecord
+from everstep_controller.core.seats.membership import jobs_seated_on
 from everstep_controller.core.state import BlameCase, DeadlineKind, FleetState, Probe
 from everstep_controller.core.transition import Transition
 
@@ -55,7 +55,7 @@ def start_probe(
     state.fleet.probe_count += 1
     transition.mark_fleet_changed()
     name = f"probe-{state.fleet.probe_count}"
-    due = transition.now + transition.policy.probe_timeout_s
+    due = transition.now + transition.policy.probes.timeout_s
     state.probes[name] = Probe(
         nodes=nodes, tested_node=tested_node, due=due, trace=transition.trace, kind=kind, case_id=case_id
     )
@@ -65,16 +65,16 @@ def start_probe(
         nodes=nodes,
         store=f"{host}:0",
         backend=backend,
-        timeout_s=transition.policy.probe_timeout_s / 2,
+        timeout_s=transition.policy.probes.timeout_s / 2,
         trace=transition.trace,
         kind=kind,
     )
     if tested_node is not None:
-        body = msgspec.structs.replace(body, sizes=transition.policy.probe_sizes)
+        body = msgspec.structs.replace(body, sizes=transition.policy.probes.sizes)
     for node in nodes:
         transition.send(node, body)
     what = "all-reduce between" if kind is ProbeKind.ALL_REDUCE else f"{kind} check of"
-    transition.audit("probe.started", f"{name}: {what} {', '.join(nodes)}", node=tested_node)
+    transition.log_event("probe.started", f"{name}: {what} {', '.join(nodes)}", node=tested_node)
     transition.schedule(due, DeadlineKind.PROBE, name)
     return name
 
@@ -92,7 +92,7 @@ def record_probe_result(transition: Transition, node: str, report: ProbeFinished
     if unable:
         how = f"could not run the probe: {report.detail}"
     sentence = f"{report.probe}: {node} {how}"
-    transition.audit("probe.result", sentence, node=node, trace=probe.trace, data=rows)
+    transition.log_event("probe.result", sentence, node=node, trace=probe.trace, data=rows)
     transition.append_history(node, HistoryKind.PROBE, sentence, rows)
     if report.ok and not slow:
         probe.passed.add(node)
@@ -113,7 +113,7 @@ def record_probe_result(transition: Transition, node: str, report: ProbeFinished
 
 
 def _describe_slow_link(transition: Transition, probe: Probe, report: ProbeFinished) -> str:
-    least = transition.policy.slow_link_bytes_per_s
+    least = transition.policy.probes.slow_link_bytes_per_s
     if not report.ok or not report.rows or probe.kind is not ProbeKind.ALL_REDUCE:
         return ""
     size, _, rate = max(report.rows)
@@ -127,8 +127,8 @@ def time_out_probe(transition: Transition, probe_id: str) -> ProbeOutcome | None
         return None
     del transition.state.probes[probe_id]
     mute = ", ".join(node for node in probe.nodes if node not in probe.passed and node not in probe.failed)
-    sentence = f"{probe_id}: no result from {mute} within {transition.policy.probe_timeout_s:g} s"
-    transition.audit("probe.overdue", sentence, node=probe.tested_node, trace=probe.trace)
+    sentence = f"{probe_id}: no result from {mute} within {transition.policy.probes.timeout_s:g} s"
+    transition.log_event("probe.overdue", sentence, node=probe.tested_node, trace=probe.trace)
     for node in probe.nodes:
         transition.append_history(node, HistoryKind.PROBE, sentence)
     return ProbeOutcome(probe_id=probe_id, probe=probe, failure=sentence, timed_out=True)
@@ -207,7 +207,7 @@ def open_blame_case(
         suspects=tuple(findings),
         findings=findings,
         summary=summary,
-        due=transition.now + MAX_TRIES * transition.policy.probe_timeout_s,
+        due=transition.now + MAX_TRIES * transition.policy.probes.timeout_s,
         trace=transition.trace,
         job=job,
         incapable_partners={incapable_partner: None} if incapable_partner else {},
@@ -216,7 +216,7 @@ def open_blame_case(
     name = f"case-{transition.state.fleet.probe_count + 1}-{next(iter(findings))}"
     transition.state.blame_cases[name] = case
     sentence = f"{summary}: {', '.join(findings)} are probed again to find the one at fault"
-    transition.audit("blame_isolation.started", sentence, job=job or None, data={"case": name})
+    transition.log_event("blame_isolation.started", sentence, job=job or None, data={"case": name})
     transition.schedule(case.due, DeadlineKind.BLAME_CASE, name)
     for node in findings:
         _probe_suspect(transition, name, case, node)
@@ -233,7 +233,7 @@ def retry_blame_case(transition: Transition, case_id: str) -> BlameCase | None:
     for node in open_suspects(case):
         if transition.now >= case.due:
             case.inconclusive[node] = f"{node} was not probed in time"
-        elif (case_id, node) not in ((one.case_id, one.tested_node) for one in transition.state.probes.values()):
+        elif (case_id, node) not in ((probe.case_id, probe.tested_node) for probe in transition.state.probes.values()):
             _probe_suspect(transition, case_id, case, node)
     return case
 
@@ -285,7 +285,7 @@ def _probe_suspect(transition: Transition, name: str, case: BlameCase, node: str
     else:
         partner, busy = find_partner(transition, node, tries, (*case.suspects, *case.incapable_partners))
         if partner is None and busy:
-            transition.schedule(transition.now + transition.policy.partner_wait_s, DeadlineKind.BLAME_CASE, name)
+            transition.schedule(transition.now + transition.policy.probes.partner_wait_s, DeadlineKind.BLAME_CASE, name)
             return
         if partner is None:
             but = f" ({', '.join(case.incapable_partners)} could not run the probe)" if case.incapable_partners else ""

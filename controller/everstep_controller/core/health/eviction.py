@@ -7,16 +7,15 @@ that then stand are judged again; nothing is replayed.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 import msgspec
 
 from everstep.vocabulary import Action, Decision, Finding, NodeState
 from everstep_controller.core.health import offences, outbreaks
 from everstep_controller.core.health.quarantine import begin_probation, begin_quarantine
-from everstep_controller.core.jobs.membership import is_computing, jobs_seated_on, next_seats
 from everstep_controller.core.policy import VerdictRule
 from everstep_controller.core.records import Eviction, JobRecord, NodeRecord, ReadmissionPlan, UndecidedReason
+from everstep_controller.core.seats.membership import jobs_seated_on, next_seats
 from everstep_controller.core.state import DeadlineKind, FleetState, ScopeKind
 from everstep_controller.core.transition import Transition, defer_judgement
 
@@ -72,7 +71,7 @@ def budget_left(state: FleetState, now: float) -> int:
 
 def recent_evictions(state: FleetState, now: float) -> list[Eviction]:
     """Return the evictions in the window that ends at ``now``, oldest first."""
-    since = now - state.policy.eviction_window_s
+    since = now - state.policy.budget.window_s
     return [eviction for eviction in state.fleet.recent_evictions if eviction.evicted_at > since]
 
 
@@ -89,7 +88,7 @@ def scopes_of(state: FleetState, node: str, now: float) -> Iterator[EvictionScop
 def fleet_scope(state: FleetState, now: float) -> EvictionScope:
     """Return the fleet's budget."""
     policy, used = state.policy, recent_evictions(state, now)
-    return _scope(state, ScopeKind.FLEET, "", policy.eviction_count, policy.eviction_share, len(state.nodes), used)
+    return _scope(state, ScopeKind.FLEET, "", policy.budget.count, policy.budget.share, len(state.nodes), used)
 
 
 def rack_scope(state: FleetState, rack: str, now: float) -> EvictionScope:
@@ -97,7 +96,7 @@ def rack_scope(state: FleetState, rack: str, now: float) -> EvictionScope:
     policy, silence_count = state.policy, state.silence_counts.get(f"rack:{rack}")
     used = [eviction for eviction in recent_evictions(state, now) if eviction.rack == rack]
     of = silence_count.expected if silence_count is not None else 0
-    return _scope(state, ScopeKind.RACK, rack, policy.eviction_rack_count, policy.eviction_rack_share, of, used)
+    return _scope(state, ScopeKind.RACK, rack, policy.budget.rack_count, policy.budget.rack_share, of, used)
 
 
 def job_scope(state: FleetState, job: str, now: float) -> EvictionScope:
@@ -105,7 +104,7 @@ def job_scope(state: FleetState, job: str, now: float) -> EvictionScope:
     policy, record = state.policy, state.jobs.get(job)
     used = [eviction for eviction in recent_evictions(state, now) if job in eviction.jobs]
     of = len(record.seats) + len(used) if record is not None else 0
-    return _scope(state, ScopeKind.JOB, job, policy.eviction_job_count, policy.eviction_job_share, of, used)
+    return _scope(state, ScopeKind.JOB, job, policy.budget.job_count, policy.budget.job_share, of, used)
 
 
 def _scope(
@@ -118,7 +117,7 @@ def _scope(
         limit=max(1, min(count, int(share * of))),
         used=len(used),
         node_count=of,
-        next_free_at=used[0].evicted_at + state.policy.eviction_window_s if used else 0.0,
+        next_free_at=used[0].evicted_at + state.policy.budget.window_s if used else 0.0,
     )
 
 
@@ -132,17 +131,9 @@ DEFERRAL_RECHECK_S = 5.0
 """Seconds after which a job that needed its nodes is checked again in any case."""
 
 
-def evict(transition: Transition, node: str, finding: Finding, sentence: str) -> bool:
-    """Quarantine a serving node if budgets and minima allow, with a verdict. The caller regroups the node's jobs."""
-    trace = finding.trace or transition.trace
-    if (deferral := find_deferral(transition, node, finding)) is not None:
-        if _defer(transition, node, finding, deferral.scope):
-            words, action = f"{sentence}; not evicted: {deferral.reason}", finding.action
-            transition.add_verdict(
-                node, Decision.DEFER_EVICTION, words, action=action, evidence=(finding,), trace=trace
-            )
-        return False
-    record = transition.state.nodes[node]
+def evict(transition: Transition, node: str, finding: Finding, sentence: str) -> None:
+    """Quarantine a serving node, with a verdict. The caller regroups the node's jobs."""
+    record, trace = transition.state.nodes[node], finding.trace or transition.trace
     drop_deferral(transition, node)
     state = transition.state
     jobs = tuple(job.job for job in jobs_seated_on(state, node) if job.is_running)
@@ -161,65 +152,58 @@ def evict(transition: Transition, node: str, finding: Finding, sentence: str) ->
     record.history.eviction_times = [*record.history.eviction_times[1 - MAX_EVICTION_TIMES :], transition.now]
     action = record.quarantine.required_action
     transition.add_verdict(node, Decision.EVICT, words, action=action, evidence=(finding,), trace=trace)
-    return True
 
 
-def is_serving(transition: Transition, node: str) -> bool:
-    """Return whether the node counts as evictable: in service, or on probation while a job computes on it."""
-    state = transition.state.nodes[node].state
-    if state is NodeState.PROBATION:
-        return is_computing(transition.state, node)
-    return state in (NodeState.HEALTHY, NodeState.SUSPECT)
-
-
-class Deferral(NamedTuple):
+class Deferral(msgspec.Struct, frozen=True):
     """A reason not to evict a node now."""
 
     scope: str
     reason: str
+    again_at: float = 0.0
+    """Time at which the scope has room again; 0.0 if no time is known."""
+    trips_breaker: bool = False
 
 
-def find_deferral(transition: Transition, node: str, finding: Finding) -> Deferral | None:
+def find_deferral(state: FleetState, node: str, finding: Finding, now: float) -> Deferral | None:
     """Return what defers the eviction for ``finding``; None if it may happen.
 
     Racks, jobs and minima come first, because what they defer does not use the fleet's budget. An eviction beyond that
     budget latches the breaker, unless other nodes show the finding: that may be an outbreak, which needs no person.
     """
-    state = transition.state
     if state.fleet.breaker_reason:
         return Deferral(ScopeKind.FLEET.scope(), state.fleet.breaker_reason)
     if state.database_outage:
         why = f"the database is unavailable ({state.database_outage}), so an eviction could not be recorded"
         return Deferral(ScopeKind.DATABASE.scope(), why)
-    for scope in scopes_of(state, node, transition.now):
+    for scope in scopes_of(state, node, now):
         if not scope.remaining:
-            return _budget_used_up(transition, scope, scope.id)
+            return _budget_used_up(state, scope, scope.id)
     for job in jobs_seated_on(state, node):
-        if job.is_running and (why := _shortage(state, job, node, transition.now)):
+        if job.is_running and (why := _shortage(state, job, node, now)):
             return Deferral(ScopeKind.NEEDED.scope(job.job), why)
-    scope = fleet_scope(state, transition.now)
+    scope = fleet_scope(state, now)
     if scope.remaining:
         return None
-    if shared := outbreaks.shared_by_other(state, node, finding, transition.now):
+    if shared := outbreaks.shared_by_other(state, node, finding, now):
         reason = f"; {shared}, so this may be an outbreak"
-        return _budget_used_up(transition, scope, ScopeKind.SHARED.scope(outbreaks.signature(finding)), reason)
+        return _budget_used_up(state, scope, ScopeKind.SHARED.scope(outbreaks.signature(finding)), reason)
     deferred_by = state.nodes[node].health.eviction_deferred_by
     if deferred_by and ScopeKind.of(deferred_by) is ScopeKind.SHARED:  # its further findings latch no breaker either
-        return _budget_used_up(transition, scope, deferred_by, f"; the eviction of {node} is already deferred")
-    return Deferral(ScopeKind.FLEET.scope(), _trip_breaker(transition, node, finding))
+        return _budget_used_up(state, scope, deferred_by, f"; the eviction of {node} is already deferred")
+    return Deferral(ScopeKind.FLEET.scope(), _describe_tripped_breaker(state, scope), trips_breaker=True)
 
 
-def _budget_used_up(transition: Transition, scope: EvictionScope, deferred_by: str, detail: str = "") -> Deferral:
-    transition.schedule(scope.next_free_at, DeadlineKind.DEFERRED_EVICTIONS, deferred_by)
-    budget = f"({_format_evictions(scope.limit)} in {transition.policy.eviction_window_s:g} s)"
-    return Deferral(deferred_by, f"{scope.describe()} has used up its eviction budget {budget}{detail}")
+def _budget_used_up(state: FleetState, scope: EvictionScope, deferred_by: str, detail: str = "") -> Deferral:
+    budget = f"({_format_evictions(scope.limit)} in {state.policy.budget.window_s:g} s)"
+    reason = f"{scope.describe()} has used up its eviction budget {budget}{detail}"
+    return Deferral(deferred_by, reason, scope.next_free_at)
 
 
 def describe_deferral(state: FleetState, record: NodeRecord, now: float) -> str:
     """Return what defers the node's eviction at present, as a clause."""
     scope = record.health.eviction_deferred_by
     name = scope.partition(":")[2]
-    used_up = f"has used up its eviction budget ({{}} in {state.policy.eviction_window_s:g} s)"
+    used_up = f"has used up its eviction budget ({{}} in {state.policy.budget.window_s:g} s)"
     match ScopeKind.of(scope):
         case ScopeKind.FLEET:
             return state.fleet.breaker_reason or "the fleet has used up its eviction budget"
@@ -238,26 +222,16 @@ def describe_deferral(state: FleetState, record: NodeRecord, now: float) -> str:
 
 def _shortage(state: FleetState, job: JobRecord, node: str, now: float) -> str:
     until, why = state.node_shortages.get(job.job, (0.0, ""))
-    if now >= until:
-        why = _below_minimum(state, job, node)
-        state.node_shortages[job.job] = (now + SHORTAGE_CACHE_S, why)
-        if not why:
-            del state.node_shortages[job.job]
-    return why
+    return why if now < until else _below_minimum(state, job, node)
 
 
-def _trip_breaker(transition: Transition, node: str, finding: Finding) -> str:
-    fleet, policy, scope = transition.state.fleet, transition.policy, fleet_scope(transition.state, transition.now)
-    budget = f"{_format_evictions(scope.limit)} in {policy.eviction_window_s:g} s"
-    limits = f"at most {policy.eviction_count}, and {policy.eviction_share:.0%} of {scope.node_count} nodes"
-    fleet.breaker_reason = (
+def _describe_tripped_breaker(state: FleetState, scope: EvictionScope) -> str:
+    budget = f"{_format_evictions(scope.limit)} in {state.policy.budget.window_s:g} s"
+    limits = f"at most {state.policy.budget.count}, and {state.policy.budget.share:.0%} of {scope.node_count} nodes"
+    return (
         f"the fleet has used up its eviction budget of {budget} ({limits}); no node is evicted until an operator "
         "resets the breaker: everstep reset-breaker --reason WHY"
     )
-    fleet.breaker_tripped_at, fleet.breaker_tripped_by = transition.now, (node, finding.key)
-    transition.mark_fleet_changed()
-    transition.audit("fleet.breaker_tripped", fleet.breaker_reason)
-    return fleet.breaker_reason
 
 
 def _format_evictions(count: int) -> str:
@@ -275,19 +249,36 @@ def _below_minimum(state: FleetState, job: JobRecord, node: str) -> str:
     return f"job {job.job} needs {least} nodes and {left} would be left" if left < least else ""
 
 
-def _defer(transition: Transition, node: str, finding: Finding, scope: str) -> bool:
-    """Store the deferral, and return whether it is new: one finding deferred by one scope is reported once."""
-    record = transition.state.nodes[node]
+def defer(transition: Transition, node: str, finding: Finding, sentence: str, deferral: Deferral) -> None:
+    """Store the deferral of an eviction, with a verdict: one finding deferred by one scope is reported once."""
+    state, record, scope = transition.state, transition.state.nodes[node], deferral.scope
+    if deferral.trips_breaker:
+        state.fleet.breaker_reason = deferral.reason
+        state.fleet.breaker_tripped_at, state.fleet.breaker_tripped_by = transition.now, (node, finding.key)
+        transition.mark_fleet_changed()
+        transition.log_event("fleet.breaker_tripped", deferral.reason)
+    if deferral.again_at:
+        transition.schedule(deferral.again_at, DeadlineKind.DEFERRED_EVICTIONS, scope)
+    if ScopeKind.of(scope) is ScopeKind.NEEDED:
+        _cache_shortage(state, scope.partition(":")[2], deferral.reason, transition.now)
     if (record.health.deferred_eviction_key, record.health.eviction_deferred_by) == (finding.key, scope):
-        return False
+        return
     drop_deferral(transition, node)
     record.health.deferred_eviction_key, record.health.eviction_deferred_by = finding.key, scope
     outbreaks.record_seen_at(transition, node, finding.key, outbreaks.signature(finding))
-    if scope not in transition.state.deferred_evictions and ScopeKind.of(scope) is ScopeKind.NEEDED:
+    if scope not in state.deferred_evictions and ScopeKind.of(scope) is ScopeKind.NEEDED:
         transition.schedule(transition.now + DEFERRAL_RECHECK_S, DeadlineKind.DEFERRED_EVICTIONS, scope)
-    transition.state.deferred_evictions.setdefault(scope, {})[node] = None
+    state.deferred_evictions.setdefault(scope, {})[node] = None
     transition.mark_node_changed(node)
-    return True
+    words, trace = f"{sentence}; not evicted: {deferral.reason}", finding.trace or transition.trace
+    transition.add_verdict(
+        node, Decision.DEFER_EVICTION, words, action=finding.action, evidence=(finding,), trace=trace
+    )
+
+
+def _cache_shortage(state: FleetState, job: str, reason: str, now: float) -> None:
+    if now >= state.node_shortages.get(job, (0.0, ""))[0]:
+        state.node_shortages[job] = (now + SHORTAGE_CACHE_S, reason)
 
 
 def drop_deferral(transition: Transition, node: str) -> None:
@@ -316,7 +307,7 @@ def reset_breaker(transition: Transition) -> None:
 def uncount_eviction(transition: Transition, node: str, at: float) -> None:
     """Remove the node's eviction at ``at`` from the budgets; reset a breaker that would not have latched without it."""
     fleet = transition.state.fleet
-    counted = [one for one in fleet.recent_evictions if (one.node, one.evicted_at) != (node, at)]
+    counted = [eviction for eviction in fleet.recent_evictions if (eviction.node, eviction.evicted_at) != (node, at)]
     if len(counted) == len(fleet.recent_evictions):
         return
     fleet.recent_evictions = counted
@@ -325,7 +316,7 @@ def uncount_eviction(transition: Transition, node: str, at: float) -> None:
         _reset_breaker(transition)
         sentence = "the breaker is reset: the eviction that tripped it is within the budget, because the eviction of "
         sentence += f"{node} was rolled back"
-        transition.audit("fleet.breaker_reset", sentence)
+        transition.log_event("fleet.breaker_reset", sentence)
 
 
 def drop_rolled_back_deferral(transition: Transition, node: str) -> None:
@@ -335,7 +326,7 @@ def drop_rolled_back_deferral(transition: Transition, node: str) -> None:
     if fleet.breaker_reason and fleet.breaker_tripped_by == held:
         _reset_breaker(transition)
         sentence = f"the breaker is reset: {node}, which tripped it, no longer needs to be evicted"
-        transition.audit("fleet.breaker_reset", sentence)
+        transition.log_event("fleet.breaker_reset", sentence)
 
 
 def _reset_breaker(transition: Transition) -> None:
@@ -344,8 +335,8 @@ def _reset_breaker(transition: Transition) -> None:
     transition.freed_scopes[ScopeKind.FLEET.scope()] = None
 
 
-def check_deferred_scope(transition: Transition, scope: str) -> None:
-    """At a deadline, recheck the scope: its window has passed, or its job is asked again."""
+def reconsider_deferred_scope(transition: Transition, scope: str) -> None:
+    """At a deadline, have the evictions of a scope tried again: its window has passed, or its job is asked again."""
     if scope in transition.state.deferred_evictions:
         transition.freed_scopes[scope] = None
         if ScopeKind.of(scope) is ScopeKind.NEEDED:
@@ -400,20 +391,16 @@ def schedule_deferral_checks(transition: Transition) -> None:
 # place in the budgets, its weight among offences and its ladder step. The node serves again after probation.
 
 
-def spare_if_correlated(
-    transition: Transition, rule: VerdictRule, node: str, finding: Finding, *, is_new: bool = True
-) -> str:
-    """Return why the finding belongs to an outbreak ("" if not), after a rollback of nodes evicted for it."""
-    name = outbreaks.signature(finding)
-    why, judged_before = outbreaks.check_correlated(transition, rule, node, finding, is_new=is_new)
-    for other in judged_before:
-        _roll_back(transition, rule, other, name, why)
-    if why:
-        _defer_for_outbreak(transition, node, finding.key, name, transition.now + rule.correlated_s)
-    return why
+def roll_back_for_outbreak(
+    transition: Transition, rule: VerdictRule, nodes: Iterable[str], name: str, why: str
+) -> None:
+    """Roll back what was decided against ``nodes`` before the outbreak ``name`` was recognised."""
+    for node in nodes:
+        _roll_back(transition, rule, node, name, why)
 
 
-def _defer_for_outbreak(transition: Transition, node: str, key: str, name: str, due: float) -> None:
+def defer_for_outbreak(transition: Transition, node: str, key: str, name: str, due: float) -> None:
+    """Judge the finding ``key`` again at ``due``, when the outbreak may be over."""
     defer_judgement(transition, node, key, UndecidedReason.OUTBREAK, due)
     outbreaks.record_seen_at(transition, node, key, name)
 
@@ -423,7 +410,7 @@ def _roll_back(transition: Transition, rule: VerdictRule, node: str, name: str, 
     record, due = transition.state.nodes[node], transition.now + rule.correlated_s
     findings = outbreaks.findings_with_signature(record, name)
     if any(finding.key == record.health.deferred_eviction_key for finding in findings):
-        _defer_for_outbreak(transition, node, record.health.deferred_eviction_key, name, due)
+        defer_for_outbreak(transition, node, record.health.deferred_eviction_key, name, due)
         drop_rolled_back_deferral(transition, node)
     plan = record.quarantine.plan
     if plan is None or transition.now > outbreaks.rollback_possible_until(record):
@@ -433,7 +420,7 @@ def _roll_back(transition: Transition, rule: VerdictRule, node: str, name: str, 
         return
     for key in dropped:
         del plan.cause_signatures[key]
-        _defer_for_outbreak(transition, node, key, name, due)
+        defer_for_outbreak(transition, node, key, name, due)
     record.quarantine.causes = [key for key in record.quarantine.causes if key not in dropped]
     if not plan.cause_signatures:
         why = f"{reason}, which points to a cause outside the nodes"
@@ -460,7 +447,7 @@ def _roll_back_eviction(
     state, record, at = transition.state, transition.state.nodes[node], plan.evicted_at
     uncount_eviction(transition, node, at)
     what = "eviction" if at in record.history.eviction_times else "quarantine"
-    record.history.eviction_times = [one for one in record.history.eviction_times if one != at]
+    record.history.eviction_times = [time for time in record.history.eviction_times if time != at]
     offences.withdraw_offence(transition, node, plan.offence_weight, at)
     record.history.ladder_steps = {
         rule: kept for rule, steps in record.history.ladder_steps.items() if (kept := [s for s in steps if s[0] < at])
@@ -469,7 +456,7 @@ def _roll_back_eviction(
     sentence = f"the {what} of {node} is rolled back: {reason}"
     transition.add_verdict(node, Decision.CORRELATED, sentence, evidence=tuple(findings))
     counts = "no longer counts against a budget" if what == "eviction" else "no longer counts as an offence"
-    transition.audit("node.eviction_rolled_back", f"the {what} of {node} {counts}", node=node)
+    transition.log_event("node.eviction_rolled_back", f"the {what} of {node} {counts}", node=node)
     if record.state is NodeState.QUARANTINED and record.liveness.reachable:
         begin_probation(transition, node, sentence)
     elif record.state is NodeState.QUARANTINED:

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from everstep.vocabulary import Action, Decision, FindingKind, Mode, NodeState, Severity
 from everstep_controller.core.effects import Remediation, RemediationKind
 from everstep_controller.core.events import RemediationFinished
-from everstep_controller.core.health import offences
-from everstep_controller.core.health.offences import clear_controller_findings, collect_evidence, suspect_gpus
+from everstep_controller.core.health.offences import collect_evidence, suspect_gpus
 from everstep_controller.core.health.outbreaks import ACTION_DELAY_S, record_ladder_step, rollback_possible_until
-from everstep_controller.core.jobs.membership import jobs_seated_on
 from everstep_controller.core.policy import describe_action
-from everstep_controller.core.records import DiagnosticsStatus, HistoryKind, NodeRecord, ReadmissionPlan
+from everstep_controller.core.records import IN_SERVICE, DiagnosticsStatus, HistoryKind, NodeRecord, ReadmissionPlan
+from everstep_controller.core.seats.membership import jobs_seated_on
 from everstep_controller.core.transition import Transition
 
 SEAT_RECHECK_S = 1.0
@@ -41,6 +40,7 @@ def set_state(transition: Transition, node: str, state: NodeState, sentence: str
     is_silent = state is NodeState.HEALTHY and node in transition.state.silent_nodes
     entered = NodeState.SUSPECT if is_silent else state
     assert entered is record.state or entered in TRANSITIONS[record.state], f"{node}: {record.state} to {entered}"
+    assert record.liveness.reachable or entered not in IN_SERVICE, f"{node} is out of reach and becomes {entered}"
     record.state, record.since = entered, transition.now
     record.sentence, record.trace = sentence, transition.trace
     transition.mark_node_changed(node)
@@ -87,9 +87,9 @@ def start_remediation(transition: Transition, node: str, action: Action, sentenc
     """Request a reset or reboot, count it under both caps and return its id."""
     policy, now = transition.policy, transition.now
     history, fleet = transition.state.nodes[node].history, transition.state.fleet
-    history.remediation_times = append_time(history.remediation_times, now, policy.remediation_node_window_s)
-    fleet.remediation_times = append_time(fleet.remediation_times, now, policy.remediation_fleet_window_s)
-    due = now + policy.remediation_timeout_s
+    history.remediation_times = append_time(history.remediation_times, now, policy.remediation.node_window_s)
+    fleet.remediation_times = append_time(fleet.remediation_times, now, policy.remediation.fleet_window_s)
+    due = now + policy.remediation.timeout_s
     return _request_remediation(transition, node, REMEDIATION_KINDS[action], sentence, due=due)
 
 
@@ -110,13 +110,13 @@ def node_remediation_cap(transition: Transition, node: str) -> str:
     """Return why the node gets no further automatic remediation; "" while it may get one."""
     times, policy = transition.state.nodes[node].history.remediation_times, transition.policy
     what = "it was reset or rebooted"
-    return describe_cap(times, transition.now, policy.remediation_node_window_s, policy.remediations_per_node, what)
+    return describe_cap(times, transition.now, policy.remediation.node_window_s, policy.remediation.per_node, what)
 
 
 def fleet_remediation_cap(transition: Transition) -> tuple[str, float]:
     """Return why no node is remediated now, and the time of the next one; ("", 0.0) below the fleet's cap."""
-    times, window_s = transition.state.fleet.remediation_times, transition.policy.remediation_fleet_window_s
-    count, at = next_allowed_at(times, transition.now, window_s, transition.policy.remediations_per_fleet)
+    times, window_s = transition.state.fleet.remediation_times, transition.policy.remediation.fleet_window_s
+    count, at = next_allowed_at(times, transition.now, window_s, transition.policy.remediation.per_fleet)
     return (f"{count} nodes were reset or rebooted within {window_s:g} s" if count else ""), at
 
 
@@ -176,7 +176,7 @@ def _within(times: Sequence[float], now: float, window_s: float) -> list[float]:
 def continue_ladder(transition: Transition, node: str) -> None:
     """Request the action that is due for the standing causes, if the policy allows."""
     record, plan = transition.state.nodes[node], transition.state.nodes[node].quarantine.plan
-    if plan is None or not plan.ladder or transition.policy.remediation_mode is not Mode.ENFORCE:
+    if plan is None or not plan.ladder or transition.policy.remediation.mode is not Mode.ENFORCE:
         return
     if transition.state.database_outage:
         return
@@ -188,7 +188,7 @@ def continue_ladder(transition: Transition, node: str) -> None:
         if transition.now < plan.remediation_deadline:
             transition.schedule_treatment(plan.remediation_deadline, node)
             return
-        plan.pending_remediation_id, wait_s = "", transition.policy.remediation_timeout_s
+        plan.pending_remediation_id, wait_s = "", transition.policy.remediation.timeout_s
         _advance_ladder(transition, node, plan, f"was not reported within {wait_s:g} s")
     elif plan.settle_deadline and transition.now < plan.settle_deadline:
         transition.schedule_treatment(plan.settle_deadline, node)
@@ -203,7 +203,7 @@ def _take_step(transition: Transition, node: str, plan: ReadmissionPlan) -> None
     record, action = transition.state.nodes[node], plan.ladder[plan.ladder_step]
     causes = ", ".join(record.quarantine.causes)
     place = f"step {plan.ladder_step + 1} of {len(plan.ladder)} of rule {plan.rule_id}"
-    if _waits_for_rollback_window(transition, node, goes_to_operator=action is Action.REPAIR):
+    if waits_for_rollback_window(transition, node, goes_to_operator=action is Action.REPAIR):
         return
     if action is Action.REPAIR:
         why = f"{node} needs manual repair: {causes} is still active, and repair is {place}"
@@ -214,7 +214,7 @@ def _take_step(transition: Transition, node: str, plan: ReadmissionPlan) -> None
         # rounding to whole seconds merges repeated requests into one check
         transition.schedule_treatment(math.floor(transition.now) + SEAT_RECHECK_S, node)
     elif why := node_remediation_cap(transition, node):
-        if not _waits_for_rollback_window(transition, node, goes_to_operator=True):
+        if not waits_for_rollback_window(transition, node, goes_to_operator=True):
             sentence = f"{node} needs manual repair: {causes} is still active, and {why}"
             send_to_repair(transition, node, sentence)
     elif (fleet := fleet_remediation_cap(transition))[0]:
@@ -223,16 +223,16 @@ def _take_step(transition: Transition, node: str, plan: ReadmissionPlan) -> None
     else:
         sentence = f"{describe_action(action)} of {node} because of {causes} ({place})"
         plan.pending_remediation_id = start_remediation(transition, node, action, sentence)
-        plan.remediation_deadline = transition.now + transition.policy.remediation_timeout_s
+        plan.remediation_deadline = transition.now + transition.policy.remediation.timeout_s
         plan.blocked_reason, record.quarantine.required_action = "", action
         if (rule := transition.policy.rules.find_rule(plan.rule_id)) is not None:  # a repeat takes the next step
             record_ladder_step(record, rule, action, transition.now)
         data = {"remediation": plan.pending_remediation_id}
-        transition.audit("remediation.requested", sentence, node=node, data=data)
+        transition.log_event("remediation.requested", sentence, node=node, data=data)
         transition.schedule_treatment(plan.remediation_deadline, node)
 
 
-def _waits_for_rollback_window(transition: Transition, node: str, *, goes_to_operator: bool) -> bool:
+def waits_for_rollback_window(transition: Transition, node: str, *, goes_to_operator: bool) -> bool:
     """Return whether the action waits because an outbreak can still roll the eviction back."""
     record = transition.state.nodes[node]
     reserve = rollback_possible_until(record)
@@ -246,7 +246,7 @@ def _advance_ladder(transition: Transition, node: str, plan: ReadmissionPlan, re
     record, action = transition.state.nodes[node], plan.ladder[plan.ladder_step]
     plan.settle_deadline = 0.0
     sentence = f"{describe_action(action)} of {node} {reason}"
-    transition.audit("remediation.failed", sentence, node=node)
+    transition.log_event("remediation.failed", sentence, node=node)
     transition.append_history(node, HistoryKind.ACTION, sentence)
     if plan.ladder_step + 1 < len(plan.ladder):
         plan.ladder_step += 1
@@ -283,7 +283,7 @@ def handle_remediation_finished(transition: Transition, event: RemediationFinish
         return
     if not event.succeeded:
         sentence = f"{event.remediation_id} of {event.node} failed: {event.detail}"
-        transition.audit("remediation.failed", sentence, node=event.node)
+        transition.log_event("remediation.failed", sentence, node=event.node)
         if record.scheduling.cordon_id == event.remediation_id:
             record.scheduling.cordon_failed = True
 
@@ -295,13 +295,13 @@ def _outcome(event: RemediationFinished) -> str:
 def _handle_confirmed(transition: Transition, node: str, plan: ReadmissionPlan, event: RemediationFinished) -> None:
     """Handle a confirmed action. No reset repairs a node that computed wrongly: an operator must readmit it."""
     record, action = transition.state.nodes[node], plan.ladder[plan.ladder_step]
-    plan.settle_deadline = transition.now + transition.policy.remediation_settle_s
+    plan.settle_deadline = transition.now + transition.policy.remediation.settle_s
     own = record.health.controller_findings
     cleared_keys = [key for key, finding in own.items() if finding.kind is FindingKind.MEMORY_WRONG]
-    clear_controller_findings(transition, node, cleared_keys)
+    transition.clear_findings(node, cleared_keys)
     if cleared_keys and not any(finding.severity is Severity.CRITICAL for finding in own.values()):
         record.quarantine.needs_operator, record.health.defective_gpus = False, []
-    transition.audit("remediation.confirmed", f"{describe_action(action)} of {node} {_outcome(event)}", node=node)
+    transition.log_event("remediation.confirmed", f"{describe_action(action)} of {node} {_outcome(event)}", node=node)
     transition.schedule_treatment(transition.now, node)
 
 
@@ -311,7 +311,7 @@ def _set_blocked(transition: Transition, record: NodeRecord, plan: ReadmissionPl
         return
     plan.blocked_reason = sentence
     transition.mark_node_changed(record.node)
-    transition.audit("remediation.blocked", sentence, node=record.node)
+    transition.log_event("remediation.blocked", sentence, node=record.node)
 
 
 def send_to_repair(transition: Transition, node: str, sentence: str) -> None:
@@ -325,14 +325,3 @@ def send_to_repair(transition: Transition, node: str, sentence: str) -> None:
     # like a cordon, a repair keeps other work away
     record.scheduling.cordon_id = _request_remediation(transition, node, RemediationKind.REPAIR, sentence)
     record.scheduling.cordon_failed = record.scheduling.is_cordon_dry_run = False
-
-
-def repair_if_repeat_offender(transition: Transition, node: str) -> bool:
-    """Send a lemon to repair. Return False if the node is none, or if an order keeps it as it is."""
-    record = transition.state.nodes[node]
-    if not offences.is_repeat_offender(transition, node) or out_of_service_reason(record, transition.now):
-        return False
-    if _waits_for_rollback_window(transition, node, goes_to_operator=True):
-        return True
-    send_to_repair(transition, node, f"{node} has failed repeatedly: {offences.describe_score(transition, node)}")
-    return True

@@ -1,7 +1,7 @@
-"""Score repeat offenders, collect the evidence on a node and keep the controller's own findings.
+"""Score repeat offenders, collect the evidence on a node and let the controller's own findings expire.
 
-Two measures find repeat offenders, and either suffices (H is ``offender_half_life_s``, R is
-``offender_repair_score``):
+Two measures find repeat offenders, and either suffices (H is ``offenders.half_life_s``, R is
+``offenders.repair_score``):
 
 - The score is the sum of ``weight * 0.5 ** (age / H)`` over all offences. It orders spares and sets how long a node
   waits. A steady rate of r offences per half-life leads to a score of about ``r / ln 2``.
@@ -20,7 +20,7 @@ from everstep.wire.v1.agent import Gpu
 from everstep.wire.v1.operator_history import EVIDENCE_FORMAT, Evidence, EvidenceNote
 from everstep_controller.core.records import NodeRecord
 from everstep_controller.core.state import FleetState
-from everstep_controller.core.transition import ControllerFindingChange, Transition
+from everstep_controller.core.transition import Transition
 
 EVICTION_WEIGHT = 1.0
 RELAPSE_WEIGHT = 1.0
@@ -40,18 +40,19 @@ def offender_score(record: NodeRecord, now: float, half_life_s: float) -> float:
 
 def current_offender_score(transition: Transition, node: str) -> float:
     """Return ``offender_score`` now, under the policy's half-life."""
-    return offender_score(transition.state.nodes[node], transition.now, transition.policy.offender_half_life_s)
+    return offender_score(transition.state.nodes[node], transition.now, transition.policy.offenders.half_life_s)
 
 
-def add_offence(transition: Transition, node: str, weight: float) -> None:
-    """Add an offence to the node's score."""
+def add_offence(transition: Transition, node: str, weight: float) -> float:
+    """Add an offence to the node's score. Return the minimum seconds in quarantine for it."""
     record = transition.state.nodes[node]
     record.history.offence_score = current_offender_score(transition, node) + weight
     record.history.offence_score_at = transition.now
-    since = transition.now - transition.policy.offender_half_life_s
-    recent = [one for one in record.history.recent_offences if one[0] >= since]
+    since = transition.now - transition.policy.offenders.half_life_s
+    recent = [offence for offence in record.history.recent_offences if offence[0] >= since]
     record.history.recent_offences = [*recent, (transition.now, weight)][-REMEMBERED:]
     transition.mark_node_changed(node)
+    return _quarantine_wait_s(transition, node) if weight >= EVICTION_WEIGHT else 0.0
 
 
 def clear_offences(record: NodeRecord) -> None:
@@ -62,7 +63,7 @@ def clear_offences(record: NodeRecord) -> None:
 def withdraw_offence(transition: Transition, node: str, weight: float, at: float) -> None:
     """Withdraw an offence of ``weight`` that was counted at time ``at``."""
     record = transition.state.nodes[node]
-    left = weight * math.pow(0.5, (transition.now - at) / transition.policy.offender_half_life_s)
+    left = weight * math.pow(0.5, (transition.now - at) / transition.policy.offenders.half_life_s)
     record.history.offence_score = max(0.0, current_offender_score(transition, node) - left)
     record.history.offence_score_at = transition.now
     if (at, weight) in record.history.recent_offences:
@@ -70,17 +71,18 @@ def withdraw_offence(transition: Transition, node: str, weight: float, at: float
     transition.mark_node_changed(node)
 
 
-def quarantine_wait_s(transition: Transition, node: str) -> float:
-    """Return the minimum seconds in quarantine: 0 for a first offence, then ``offender_wait_s``, doubled per point."""
+def _quarantine_wait_s(transition: Transition, node: str) -> float:
+    """Return the minimum seconds in quarantine: 0 for a first offence, then ``offenders.wait_s``, doubled per point."""
     score, policy = current_offender_score(transition, node), transition.policy
     if score <= EVICTION_WEIGHT:
         return 0.0
-    return min(policy.offender_wait_max_s, policy.offender_wait_s * math.pow(2.0, min(score - 2.0, 30.0)))
+    return min(policy.offenders.wait_max_s, policy.offenders.wait_s * math.pow(2.0, min(score - 2.0, 30.0)))
 
 
 def recent_weight(transition: Transition, node: str) -> float:
     """Return the weight of the offences in the half-life before the newest; 0.0 if that is older than a half-life."""
-    offences, half_life_s = transition.state.nodes[node].history.recent_offences, transition.policy.offender_half_life_s
+    offences = transition.state.nodes[node].history.recent_offences
+    half_life_s = transition.policy.offenders.half_life_s
     if not offences or offences[-1][0] < transition.now - half_life_s:
         return 0.0
     return sum(weight for at, weight in offences if at >= offences[-1][0] - half_life_s)
@@ -89,15 +91,15 @@ def recent_weight(transition: Transition, node: str) -> float:
 def is_repeat_offender(transition: Transition, node: str) -> bool:
     """Return whether the node belongs in repair by either measure, whatever its findings say now."""
     score = max(current_offender_score(transition, node), recent_weight(transition, node))
-    return score >= transition.policy.offender_repair_score
+    return score >= transition.policy.offenders.repair_score
 
 
 def describe_score(transition: Transition, node: str) -> str:
     """Return why the node belongs in repair."""
-    score, limit = current_offender_score(transition, node), transition.policy.offender_repair_score
+    score, limit = current_offender_score(transition, node), transition.policy.offenders.repair_score
     if score >= limit:
         return f"its offence score is {score:.1f}, and the limit is {limit:g}"
-    window_s = transition.policy.offender_half_life_s
+    window_s = transition.policy.offenders.half_life_s
     weight = recent_weight(transition, node)
     return f"its offences of the last {window_s:g} s add up to {weight:g}, and the limit is {limit:g}"
 
@@ -129,7 +131,7 @@ def collect_evidence(state: FleetState, node: str, now: float, verdicts: Iterabl
         verdicts=tuple(verdicts),
         eviction_times=tuple(record.history.eviction_times),
         remediation_times=tuple(at for at in history.remediation_times if at not in history.dry_run_times),
-        offence_score=round(offender_score(record, now, state.policy.offender_half_life_s), 3),
+        offence_score=round(offender_score(record, now, state.policy.offenders.half_life_s), 3),
         history=tuple(
             EvidenceNote(at=note.at, kind=note.kind, sentence=note.sentence, detail=note.detail)
             for note in record.history.entries
@@ -145,50 +147,6 @@ def suspect_gpus(record: NodeRecord, findings: Iterable[Finding]) -> tuple[Gpu, 
     )
 
 
-# Controller findings: findings that the controller itself raises on a node.
-#
-# A finding is stored at once and judged by its rule at the end of the event (``findings.judge_controller_findings``),
-# or earlier if a rule needs the result.
-
-
-def raise_controller_finding(
-    transition: Transition, node: str, finding: Finding, lasts_s: float = 0.0, proof: str = ""
-) -> None:
-    """Store a finding until it is cleared, or until it was not seen for ``lasts_s`` seconds (0.0: no limit)."""
-    record = transition.state.nodes[node]
-    before = record.health.controller_findings.get(finding.key)
-    transition.controller_finding_changes.append(ControllerFindingChange(node, before, finding, proof))
-    record.health.controller_findings[finding.key] = finding
-    transition.mark_node_changed(node)
-    record.health.controller_findings_until.pop(finding.key, None)
-    if lasts_s:
-        extend_controller_finding(transition, node, finding.key, lasts_s)
-
-
-def extend_controller_finding(transition: Transition, node: str, key: str, lasts_s: float) -> None:
-    """Extend a standing finding by ``lasts_s`` seconds from now."""
-    record = transition.state.nodes[node]
-    record.health.controller_findings_until[key] = transition.now + lasts_s
-    transition.mark_node_changed(node)
-    transition.schedule_treatment(record.health.controller_findings_until[key], node)
-
-
-def clear_controller_findings(
-    transition: Transition, node: str, keys: Iterable[str] | None = None, reason: str = ""
-) -> None:
-    """Clear the findings with these keys, or all. ``reason`` is the sentence for the audit log."""
-    record = transition.state.nodes[node]
-    for key in list(record.health.controller_findings if keys is None else keys):
-        finding = record.health.controller_findings.pop(key, None)
-        record.health.controller_findings_until.pop(key, None)
-        if finding is None:
-            continue
-        if key in record.quarantine.causes:
-            record.quarantine.cause_cleared_at[key] = transition.now
-        transition.mark_node_changed(node)
-        transition.controller_finding_changes.append(ControllerFindingChange(node, finding, None, reason))
-
-
 def expire_controller_findings(transition: Transition, node: str) -> None:
     """Clear findings that were not seen again in time."""
     record = transition.state.nodes[node]
@@ -196,4 +154,4 @@ def expire_controller_findings(transition: Transition, node: str) -> None:
         if transition.now < until:
             transition.schedule_treatment(until, node)
         else:
-            clear_controller_findings(transition, node, [key], f"{key} was not seen again on {node}")
+            transition.clear_findings(node, [key], f"{key} was not seen again on {node}")

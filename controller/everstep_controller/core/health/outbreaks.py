@@ -38,12 +38,13 @@ def findings_with_signature(record: NodeRecord, signature_name: str) -> list[Fin
     return [finding for finding in record.all_findings() if signature(finding) == signature_name]
 
 
-def check_correlated(
+def record_sighting(
     transition: Transition, rule: VerdictRule, node: str, finding: Finding, *, is_new: bool = True
 ) -> tuple[str, list[str]]:
-    """Return why the finding belongs to an outbreak ("" if it does not), and which nodes judged earlier join it now.
+    """Record a sighting of the finding if it ``is_new``.
 
-    The sighting is recorded unless ``is_new`` is false. O(nodes) once per outbreak, else O(1).
+    Return why the finding belongs to an outbreak ("" if it does not), and which nodes judged earlier join it now.
+    O(nodes) once per outbreak, else O(1).
     """
     state, name = transition.state, signature(finding)
     seen = state.sightings.pop(name, {})
@@ -70,7 +71,7 @@ def check_correlated(
     if not _holds_for_any_driver(state, rule, nodes):
         _end(transition, name)
         sentence = f"the outbreak of {name} is over: the remaining nodes are judged one by one"
-        transition.audit("fleet.correlated_finding_ended", sentence)
+        transition.log_event("fleet.correlated_finding_ended", sentence)
     return "", []
 
 
@@ -80,7 +81,7 @@ def _join_outbreak(
     """Begin the outbreak or add nodes, and return the new ones."""
     state, began = transition.state, name not in transition.state.outbreaks
     if began:
-        transition.audit(
+        transition.log_event(
             "fleet.correlated_finding",
             f"{name} appeared on {reason} within {rule.correlated_s:g} s: a common cause (software, driver, network) "
             f"is suspected; rule {rule.id} evicts no node for it during the outbreak",
@@ -181,7 +182,7 @@ def belongs_to_outbreak(state: FleetState, rule: VerdictRule, node: str, finding
     return bool(common_cause(state, rule, seen, node))
 
 
-class Outbreak(msgspec.Struct, frozen=True, kw_only=True):
+class WidespreadFinding(msgspec.Struct, frozen=True, kw_only=True):
     """A finding that stands on so many nodes that none of them is evicted for it."""
 
     name: str
@@ -213,9 +214,9 @@ class Outbreak(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def active_outbreaks(state: FleetState) -> list[Outbreak]:
+def active_outbreaks(state: FleetState) -> list[WidespreadFinding]:
     """Return every outbreak with at least one node, oldest first. O(nodes in outbreaks)."""
-    found: list[Outbreak] = []
+    found: list[WidespreadFinding] = []
     for name, waiting in state.outbreaks.items():
         shows = {
             node: kept
@@ -229,7 +230,7 @@ def active_outbreaks(state: FleetState) -> list[Outbreak]:
         since = state.fleet.outbreaks.get(name, 0.0)
         again_s, nodes = rule.correlated_s, tuple(shows)
         found.append(
-            Outbreak(name=name, rule=rule.id, nodes=nodes, since=since, example=first.message, again_s=again_s)
+            WidespreadFinding(name=name, rule=rule.id, nodes=nodes, since=since, example=first.message, again_s=again_s)
         )
     return sorted(found, key=lambda one: one.since)
 

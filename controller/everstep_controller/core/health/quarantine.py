@@ -7,9 +7,6 @@ from everstep.vocabulary import Action, Decision, Finding, FindingKind, NodeStat
 from everstep_controller.core.health import diagnostics, node_state, offences, outbreaks
 from everstep_controller.core.health.diagnostics import ProbeOutcome, find_partner, start_probe
 from everstep_controller.core.health.node_state import out_of_service_reason, set_state
-from everstep_controller.core.health.offences import raise_controller_finding
-from everstep_controller.core.jobs.job_index import clear_exclusion, offer_to_jobs
-from everstep_controller.core.jobs.membership import is_computing
 from everstep_controller.core.policy import LADDER_ACTIONS, BlameIsolationMethod, next_ladder_step
 from everstep_controller.core.records import (
     DIAGNOSTICS_DONE,
@@ -18,6 +15,8 @@ from everstep_controller.core.records import (
     NodeRecord,
     ReadmissionPlan,
 )
+from everstep_controller.core.seats.job_index import clear_exclusion, offer_to_jobs
+from everstep_controller.core.seats.membership import is_computing
 from everstep_controller.core.transition import Transition
 
 RANK_FINDING_KINDS = (str(FindingKind.RANK_FLAPPING), str(FindingKind.RANK_STRAGGLER))
@@ -36,15 +35,14 @@ def begin_quarantine(
 ) -> None:
     """Keep the node out until ``causes`` clear and its waiting time (at least ``wait_s``) has passed."""
     record = transition.state.nodes[node]
-    if offence_weight:
-        offences.add_offence(transition, node, offence_weight)
+    served_s = offences.add_offence(transition, node, offence_weight) if offence_weight else 0.0
     record.quarantine.causes, record.quarantine.cause_cleared_at, record.quarantine.required_action = [], {}, action
     record.quarantine.plan = _next_plan(record.quarantine.plan, offence_weight)
     for finding in causes:
         add_cause(transition, node, finding)
     set_state(transition, node, NodeState.QUARANTINED, sentence)
-    served = offences.quarantine_wait_s(transition, node) if offence_weight >= offences.EVICTION_WEIGHT else 0.0
-    record.quarantine.earliest_end = transition.now + max(wait_s, served, transition.policy.quarantine_min_s)
+    least_s = max(wait_s, served_s, transition.policy.readmission.quarantine_min_s)
+    record.quarantine.earliest_end = transition.now + least_s
     record.quarantine.diagnostics = DiagnosticsStatus.NOT_STARTED
     transition.schedule_node(record.quarantine.earliest_end, node)
     transition.schedule_treatment(transition.now, node)
@@ -91,10 +89,10 @@ def add_cause(transition: Transition, node: str, finding: Finding) -> None:
         record.health.defective_gpus = [gpu.uuid for gpu in record.identity.gpus] or [node]
 
 
-def check_quarantine(transition: Transition, node: str) -> None:
+def reconsider_quarantine(transition: Transition, node: str) -> None:
     """Begin probation if causes are clear for long enough, the waiting time is over and no operator is needed."""
     record = transition.state.nodes[node]
-    if node_state.repair_if_repeat_offender(transition, node):
+    if repair_if_repeat_offender(transition, node):
         return
     causes = [key for key in record.quarantine.causes if _is_cause_active(transition, record, key)]
     if causes != record.quarantine.causes:
@@ -106,6 +104,19 @@ def check_quarantine(transition: Transition, node: str) -> None:
         transition.schedule_node(record.quarantine.earliest_end, node)
     elif record.liveness.reachable:
         begin_probation(transition, node, f"{node} has no active finding any more")
+
+
+def repair_if_repeat_offender(transition: Transition, node: str) -> bool:
+    """Send a lemon to repair. Return False if the node is none, or if an order keeps it as it is."""
+    record = transition.state.nodes[node]
+    if not offences.is_repeat_offender(transition, node) or out_of_service_reason(record, transition.now):
+        return False
+    if node_state.waits_for_rollback_window(transition, node, goes_to_operator=True):
+        return True
+    node_state.send_to_repair(
+        transition, node, f"{node} has failed repeatedly: {offences.describe_score(transition, node)}"
+    )
+    return True
 
 
 def _is_cause_active(transition: Transition, record: NodeRecord, key: str) -> bool:
@@ -132,9 +143,10 @@ def begin_probation(transition: Transition, node: str, reason: str) -> None:
         return
     live.heartbeats.clean_heartbeats = 0
     _reset_diagnostics(plan)
-    sentence = f"{reason}; on probation until it has sent {transition.policy.probation_heartbeats} clean heartbeats"
+    needed = transition.policy.readmission.probation_heartbeats
+    sentence = f"{reason}; on probation until it has sent {needed} clean heartbeats"
     set_state(transition, node, NodeState.PROBATION, sentence)
-    transition.audit("node.probation", sentence, node=node)
+    transition.log_event("node.probation", sentence, node=node)
     if not _has_blocking_finding(transition, node):
         begin_diagnostics(transition, node)
 
@@ -146,11 +158,11 @@ def _reset_diagnostics(plan: ReadmissionPlan) -> None:
 
 def begin_diagnostics(transition: Transition, node: str) -> None:
     """Begin the diagnostics of a node on probation."""
-    if transition.policy.probe_required:
+    if transition.policy.probes.required:
         run_next_diagnostic(transition, node)
     else:
         transition.state.nodes[node].quarantine.diagnostics = DiagnosticsStatus.SKIPPED
-    check_probation(transition, node)
+    reconsider_probation(transition, node)
 
 
 def _has_blocking_finding(transition: Transition, node: str) -> bool:
@@ -178,11 +190,11 @@ def run_next_diagnostic(transition: Transition, node: str) -> None:
             return
         if busy:
             quarantine.diagnostics = DiagnosticsStatus.WAITING
-            transition.schedule_treatment(transition.now + transition.policy.partner_wait_s, node)
+            transition.schedule_treatment(transition.now + transition.policy.probes.partner_wait_s, node)
             return
         plan.remaining_diagnostics = [kind for kind in plan.remaining_diagnostics if kind is not ProbeKind.ALL_REDUCE]
         plan.lacked_partner = True
-        transition.audit(
+        transition.log_event(
             "probe.skipped", f"no healthy partner to probe {node} with: clean heartbeats alone decide", node=node
         )
         run_next_diagnostic(transition, node)
@@ -227,7 +239,7 @@ def record_diagnostic_passed(transition: Transition, node: str) -> None:
     run_next_diagnostic(transition, node)
     if record.quarantine.diagnostics is DiagnosticsStatus.PASSED:
         record.quarantine.probe_failures = 0
-    check_probation(transition, node)
+    reconsider_probation(transition, node)
 
 
 def _open_pair_case(transition: Transition, node: str, outcome: ProbeOutcome) -> None:
@@ -252,7 +264,7 @@ def record_diagnostic_failed(
     """Return the node to quarantine for a doubled wait. One on which a job computes is only tried again."""
     record, policy = transition.state.nodes[node], transition.policy
     record.quarantine.probe_failures += 1
-    waits = Backoff(floor_s=policy.probe_retry_s, ceiling_s=policy.probe_retry_max_s)
+    waits = Backoff(floor_s=policy.probes.retry_s, ceiling_s=policy.probes.retry_max_s)
     wait_s = waits.limit_s(record.quarantine.probe_failures - 1)
     seated = is_computing(transition.state, node)
     severity = Severity.WARNING if seated else Severity.CRITICAL
@@ -264,12 +276,12 @@ def record_diagnostic_failed(
         record.quarantine.diagnostics = DiagnosticsStatus.WAITING
         words = f"{failure}; a job runs on {node} and no fault is proven: it stays on probation; {again}"
         transition.add_verdict(node, Decision.RECOMMEND, words, evidence=(finding,))
-        raise_controller_finding(transition, node, finding, wait_s)
+        transition.raise_finding(node, finding, wait_s)
         return
     sentence = f"{failure}; {node} stays out of service; {again}"
     begin_quarantine(transition, node, sentence, (), action=Action.DRAIN, wait_s=wait_s, offence_weight=offence_weight)
     transition.add_verdict(node, Decision.QUARANTINE, sentence, action=Action.DRAIN, evidence=(finding,))
-    raise_controller_finding(transition, node, finding, wait_s)
+    transition.raise_finding(node, finding, wait_s)
 
 
 def _record_wrong_result(transition: Transition, node: str, outcome: ProbeOutcome) -> None:
@@ -278,7 +290,7 @@ def _record_wrong_result(transition: Transition, node: str, outcome: ProbeOutcom
     kind = FindingKind.MEMORY_WRONG if memory else FindingKind.COMPUTE_WRONG
     action = Action.RESET_GPU if memory else Action.REPAIR
     finding = transition.make_finding(kind, str(outcome.probe.kind), Severity.CRITICAL, outcome.failure, action=action)
-    raise_controller_finding(transition, node, finding)
+    transition.raise_finding(node, finding)
     if not outbreaks.blocks_service(transition.state, transition.state.nodes[node], finding, transition.now):
         record_diagnostic_failed(transition, node, outcome.failure)
     elif not is_computing(transition.state, node):  # otherwise judged like any node on which a job computes
@@ -305,14 +317,14 @@ def quarantine_before_service(
     )
 
 
-def check_seen_on_probation(transition: Transition) -> None:
-    """Check the nodes on probation that were heard in this event, after all their findings are known."""
+def reconsider_seen_on_probation(transition: Transition) -> None:
+    """Reconsider the nodes on probation that were heard in this event, after all their findings are known."""
     for node in transition.seen_on_probation:
-        check_probation(transition, node)
+        reconsider_probation(transition, node)
     transition.seen_on_probation.clear()
 
 
-def check_probation(transition: Transition, node: str) -> None:
+def reconsider_probation(transition: Transition, node: str) -> None:
     """Declare the node healthy if its diagnostics passed, enough clean heartbeats came and nothing is pending."""
     record = transition.state.nodes[node]
     if record.state is not NodeState.PROBATION or record.quarantine.diagnostics not in DIAGNOSTICS_DONE:
@@ -320,7 +332,7 @@ def check_probation(transition: Transition, node: str) -> None:
     if record.quarantine.plan is not None and record.quarantine.plan.pending_remediation_id:
         return
     beats = transition.read_heartbeats(node).clean_heartbeats
-    if beats < transition.policy.probation_heartbeats or not record.liveness.reachable:
+    if beats < transition.policy.readmission.probation_heartbeats or not record.liveness.reachable:
         return
     if _has_blocking_finding(transition, node):
         return
@@ -339,7 +351,9 @@ def check_probation(transition: Transition, node: str) -> None:
 def _describe_fitness(transition: Transition, node: str) -> str:
     """Return the end of the readmission sentence; findings of an outbreak may stand on a serving node."""
     record = transition.state.nodes[node]
-    spared = dict.fromkeys(outbreaks.signature(one) for one in outbreaks.spared_findings_of(transition.state, record))
+    spared = dict.fromkeys(
+        outbreaks.signature(finding) for finding in outbreaks.spared_findings_of(transition.state, record)
+    )
     if not spared:
         return "it is healthy"
     return f"it is in service although it still shows {', '.join(spared)}, because that is an outbreak"

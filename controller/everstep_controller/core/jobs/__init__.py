@@ -1,5 +1,5 @@
-"""Jobs: forming, membership, generations, losses, hangs, stragglers, preemption and their end.
+"""Jobs: forming, generations, losses, hangs, stragglers, preemption and their end.
 
-Commits, replicas and storage of versions belong to ``core.checkpoints``; the state of a node belongs to
-``core.health``.
+Choosing the nodes of a roster belongs in ``core.seats``; commits, replicas and storage of versions belong in
+``core.checkpoints``; the state of a node belongs in ``core.health``.
 """

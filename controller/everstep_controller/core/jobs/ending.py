@@ -8,11 +8,11 @@ from types import MappingProxyType
 from everstep.ids import Rank
 from everstep.vocabulary import JobState
 from everstep.wire.v1.training import RankFinished
-from everstep_controller.core.checkpoints.parity import drop_protection
-from everstep_controller.core.checkpoints.storage import awaits_last_spill, end_spills
-from everstep_controller.core.jobs.job_index import close_ended_job, wake_competing_jobs
+from everstep_controller.core.checkpoints.storage import awaits_last_spill
+from everstep_controller.core.checkpoints.subscriptions import JobMilestone, publish
 from everstep_controller.core.jobs.notifications import send_stop
 from everstep_controller.core.records import JobRecord
+from everstep_controller.core.seats.job_index import close_ended_job, wake_competing_jobs
 from everstep_controller.core.transition import Transition
 from everstep_controller.core.wording import ranks_named
 
@@ -36,12 +36,11 @@ def _end(transition: Transition, job: JobRecord, state: JobState, sentence: str,
         job.progress.ended_step = max(job.progress.ended_step, live.commits.committed_version.step)
     job.status.enter(state, sentence, trace=transition.trace, now=transition.now, is_stopped=is_stopped)
     live.regroup.pending = None
-    transition.audit(
+    transition.log_event(
         "job.stopped" if is_stopped else f"job.{state}", sentence, job=job.job, generation=job.progress.last_number
     )
     send_stop(transition, job)
-    end_spills(transition, job)
-    drop_protection(transition, job)
+    publish(transition, job, JobMilestone.JOB_ENDED)
     job.outgoing_generation = None
     close_ended_job(transition.state, job)
     transition.mark_job_changed(job.job)
@@ -67,11 +66,11 @@ def handle_rank_finished(transition: Transition, job: JobRecord, node: str, repo
             job.progress.returned_collectives[report.rank] = report.collectives
         _record_loss(job, report)
         transition.mark_job_changed(job.job)
-    if not check_equal_steps(transition, job):
-        check_finished(transition, job)
+    if not fail_if_steps_differ(transition, job):
+        finish_if_all_returned(transition, job)
 
 
-def check_finished(transition: Transition, job: JobRecord) -> bool:
+def finish_if_all_returned(transition: Transition, job: JobRecord) -> bool:
     """Finish a job whose ranks have all returned, once its newest version is on storage; return whether they have."""
     running = job.running_generation
     if running is None or len(job.progress.finished_ranks) < running.world_size:
@@ -101,7 +100,9 @@ def _has_unequal_end(transition: Transition, job: JobRecord, report: RankFinishe
     return True
 
 
-def check_equal_steps(transition: Transition, job: JobRecord, begun: Mapping[Rank, int] = MappingProxyType({})) -> bool:
+def fail_if_steps_differ(
+    transition: Transition, job: JobRecord, begun: Mapping[Rank, int] = MappingProxyType({})
+) -> bool:
     """Fail the job, and return True, if some ranks have returned and another has begun a later step.
 
     Ranks that returned began the same last step. Others may take any time in or after that step (evaluation, saving),

@@ -10,16 +10,15 @@ import msgspec
 from everstep.clock import Backoff
 from everstep.vocabulary import GenerationReason, JobState, NodeState
 from everstep.wire.v1.training import GenerationSpec, Holder
-from everstep_controller.core.checkpoints import commits
-from everstep_controller.core.checkpoints.parity import reconsider_protection
+from everstep_controller.core.checkpoints.commits import restore_rule
 from everstep_controller.core.checkpoints.placement import FailureDomains, place_replicas
-from everstep_controller.core.checkpoints.storage import reconsider_spill, spill_newest
+from everstep_controller.core.checkpoints.subscriptions import JobMilestone, publish
 from everstep_controller.core.effects import PutGeneration
 from everstep_controller.core.health.outbreaks import blocking_findings
-from everstep_controller.core.jobs.job_index import update_roster, wake_competing_jobs
-from everstep_controller.core.jobs.membership import choose_store_node, describe_change, next_seats, seat_changes
 from everstep_controller.core.jobs.notifications import send_generation, send_kill
 from everstep_controller.core.records import JobRecord
+from everstep_controller.core.seats.job_index import update_roster, wake_competing_jobs
+from everstep_controller.core.seats.membership import describe_change, next_seats, seat_changes
 from everstep_controller.core.state import FleetState, JobRuntime, ResumeRuntime
 from everstep_controller.core.transition import Transition
 from everstep_controller.core.wording import format_node_count, join_names
@@ -61,16 +60,14 @@ class RegroupCause(msgspec.Struct, frozen=True):
 def regroup(transition: Transition, job: JobRecord, cause: RegroupCause) -> None:
     """Open the job's next generation with the eligible nodes, or pause the job if these are too few."""
     live = transition.state.job_runtime[job.job]
-    commits.roll_back_open_votes(transition, job)
-    commits.roll_back_open_cases(transition, job)
+    publish(transition, job, JobMilestone.GENERATION_ENDS)
     seats = _exchange_seats(_choose_seats(transition, job, cause), cause.nodes_exchanging_seats)
     if len(seats) < job.min_seats:
         _pause(transition, job, cause, seats)
         return
     waits = cause.at_boundary and not job.spec.restarts_script  # a script for torchrun has no boundaries
     boundary = boundary_step(transition, job, live) if waits else None
-    reconsider_spill(transition, job)
-    reconsider_protection(transition, job)
+    publish(transition, job, JobMilestone.SEATS_CHOSEN)
     spec = _make_spec(transition, job, cause, seats, boundary)
     before = job.seats
     job.membership.former_nodes = [
@@ -80,10 +77,10 @@ def regroup(transition: Transition, job: JobRecord, cause: RegroupCause) -> None
     _begin_generation(transition, job, live, spec)
     wake_competing_jobs(transition, job)
     if boundary is not None:
-        commits.set_boundary_candidate(transition, job, boundary)
+        publish(transition, job, JobMilestone.BOUNDARY_ANNOUNCED)
     transition.emit(PutGeneration(spec, transition.now))
-    data = _audit_data(spec, before, seats)
-    transition.audit("generation", spec.sentence, job=job.job, generation=spec.number, trace=spec.trace, data=data)
+    data = _event_data(spec, before, seats)
+    transition.log_event("generation", spec.sentence, job=job.job, generation=spec.number, trace=spec.trace, data=data)
     send_generation(transition, job, before)
 
 
@@ -105,7 +102,7 @@ def _exchange_seats(seats: list[str], nodes: tuple[str, str] | None) -> list[str
     return [other.get(node, node) for node in seats]
 
 
-def _audit_data(spec: GenerationSpec, previous: Sequence[str], seats: Sequence[str]) -> dict[str, str]:
+def _event_data(spec: GenerationSpec, previous: Sequence[str], seats: Sequence[str]) -> dict[str, str]:
     data = {"reason": str(spec.reason), "nodes": str(len(seats)), "world_size": str(spec.world_size)}
     left, came = seat_changes(previous, seats)
     optional = {
@@ -126,7 +123,7 @@ def _make_spec(
     change = describe_change(job.seats, seats, job.max_seats)
     when = "" if boundary is None else f"after step {boundary} "
     records = state.nodes
-    leader = choose_store_node(seats, job.generation)
+    leader = _choose_store_node(seats, job.generation)
     return GenerationSpec(
         job=job.job,
         number=number,
@@ -139,7 +136,7 @@ def _make_spec(
         seats=tuple(seats),
         store=job.membership.launchers[leader].store_address,
         store_node=leader,
-        restore=commits.restore_rule(transition, job),
+        restore=restore_rule(transition, job),
         holders=tuple(
             Holder(node=node, vault=records[node].identity.vault, rack=records[node].identity.domain.rack)
             for node in _holders(transition, job, seats)
@@ -151,6 +148,15 @@ def _make_spec(
         after_step=boundary,
         audits_off=tuple(job.audits.off),
     )
+
+
+def _choose_store_node(seats: Sequence[str], previous: GenerationSpec | None) -> str:
+    """Return the node that hosts the store: the previous one if it stays, else the first that stays, else the first."""
+    if previous is None:
+        return seats[0]
+    if previous.store_node in seats:
+        return previous.store_node
+    return next((node for node in seats if node in previous.seated_nodes), seats[0])
 
 
 def plan_replicas(transition: Transition, job: JobRecord, seats: list[str]) -> dict[str, tuple[str, ...]]:
@@ -180,26 +186,24 @@ def _holders(transition: Transition, job: JobRecord, seats: list[str]) -> list[s
 
 def _begin_generation(transition: Transition, job: JobRecord, live: JobRuntime, spec: GenerationSpec) -> None:
     """Make ``spec`` the job's generation and reset the state of the one before."""
+    assert spec.number > job.progress.last_number, f"{job.job}: generation {spec.number} is not a new one"
+    assert job.outgoing_generation is None or spec.after_step is not None, f"{job.job}: no boundary to {spec.number}"
     job.generation, job.progress.last_number = spec, spec.number
     job.progress.opened_at, job.progress.resumed_at = transition.now, None
     job.progress.finished_ranks, job.progress.last_begun, job.progress.returned_collectives = [], None, {}
-    job.spills.last_orders = 0
     job.status.enter(JobState.RUNNING, spec.sentence, trace=spec.trace, now=transition.now)
     update_roster(transition.state, job)
-    if job.spills.pending is not None or job.parity.pending is not None:
-        # The orders are repeated in the name of this generation.
-        live.vault_orders.spill_due = live.vault_orders.parity_due = transition.now
-        transition.schedule_job(transition.now, job.job)
+    publish(transition, job, JobMilestone.GENERATION_BEGINS)
     live.progress.entered_ranks = set()
     live.resume = ResumeRuntime(attempts=live.resume.attempts, due=transition.now + resume_timeout_s(transition, live))
     live.regroup.drop_reports()
     live.regroup.growth_due = 0.0
     if job.outgoing_generation is None:
-        reset_running(live)
+        _forget_ranks(transition, job)
     else:
         stride, policy = transition.read_step_rate(job.job), transition.policy
-        steps = (spec.after_step or 0) - (stride.step or 0) + policy.boundary_fallback_steps
-        fallback_s = max(policy.boundary_fallback_s, steps * stride.step_s)
+        steps = (spec.after_step or 0) - (stride.step or 0) + policy.regroups.boundary_fallback_steps
+        fallback_s = max(policy.regroups.boundary_fallback_s, steps * stride.step_s)
         live.regroup.boundary_fallback_at = transition.now + fallback_s
         live.resume.due += fallback_s
         transition.schedule_job(live.regroup.boundary_fallback_at, job.job)
@@ -209,34 +213,42 @@ def _begin_generation(transition: Transition, job: JobRecord, live: JobRuntime, 
 
 def resume_timeout_s(transition: Transition, live: JobRuntime) -> float:
     """Return the seconds until a generation must step; doubles after each failed one in a row."""
-    waits = Backoff(floor_s=transition.policy.resume_deadline_s, ceiling_s=transition.policy.resume_deadline_max_s)
+    waits = Backoff(
+        floor_s=transition.policy.regroups.resume_deadline_s, ceiling_s=transition.policy.regroups.resume_deadline_max_s
+    )
     return waits.limit_s(live.resume.attempts)
 
 
-def reset_running(live: JobRuntime) -> None:
-    """Drop progress and open votes of a generation that is over."""
-    live.progress.by_rank, live.progress.furthest_step, live.commits.seals = {}, None, {}
+def _forget_ranks(transition: Transition, job: JobRecord) -> None:
+    """Drop progress, audits' counts and open votes of a generation that is over."""
+    live = transition.state.job_runtime[job.job]
+    live.progress.by_rank, live.progress.furthest_step = {}, None
     live.audits.restart_counts()
-    live.commits.candidate_step, live.commits.candidate_due = None, 0.0
+    publish(transition, job, JobMilestone.RANKS_GONE)
 
 
 def _pause(transition: Transition, job: JobRecord, cause: RegroupCause, seats: list[str]) -> None:
-    live = transition.state.job_runtime[job.job]
     if job.status.state is JobState.PAUSED:
         return
     _kill_left_out(transition, job, cause, seats)
-    live.regroup.drop_reports()
-    job.outgoing_generation = None
     job.status.paused_for = cause.sentence
-    sentence = _describe_paused(job, seats)
-    job.status.enter(JobState.PAUSED, sentence, trace=cause.trace, now=transition.now)
+    enter_pause(transition, job, _describe_paused(job, seats), cause.trace, spills=cause.lets_ranks_end)
+    transition.schedule_job(transition.now + transition.policy.jobs.preempt_after_s, job.job)
+
+
+def enter_pause(transition: Transition, job: JobRecord, sentence: str, trace: str, *, spills: bool) -> None:
+    """Pause a job whose ranks are gone. ``spills``: its newest version goes to storage."""
+    live = transition.state.job_runtime[job.job]
+    live.regroup.drop_reports()
+    publish(transition, job, JobMilestone.RANKS_GONE)
+    job.outgoing_generation = None
+    job.status.enter(JobState.PAUSED, sentence, trace=trace, now=transition.now)
     update_roster(transition.state, job)
     transition.mark_job_changed(job.job)
-    transition.audit("job.paused", sentence, job=job.job, generation=job.progress.last_number, trace=cause.trace)
-    if cause.lets_ranks_end:
-        spill_newest(transition, job)
+    transition.log_event("job.paused", sentence, job=job.job, generation=job.progress.last_number, trace=trace)
+    if spills:
+        publish(transition, job, JobMilestone.JOB_MAY_STOP)
     wake_competing_jobs(transition, job)
-    transition.schedule_job(transition.now + transition.policy.preempt_after_s, job.job)
 
 
 def _describe_paused(job: JobRecord, seats: Sequence[str]) -> str:
@@ -294,12 +306,12 @@ def boundary_step(transition: Transition, job: JobRecord, live: JobRuntime) -> i
     seats = job.seats
     if any(node not in state.reachable_nodes or state.node_runtime[node].disconnected_at is not None for node in seats):
         return None
-    stride, margin = transition.read_step_rate(job.job), transition.policy.boundary_margin_steps
+    stride, margin = transition.read_step_rate(job.job), transition.policy.regroups.boundary_margin_steps
     if stride.step is None:
         return None
     if stride.step_s <= 0:
         return stride.step + margin
-    margin = max(margin, math.ceil(transition.policy.boundary_margin_s / stride.step_s))
+    margin = max(margin, math.ceil(transition.policy.regroups.boundary_margin_s / stride.step_s))
     soonest = stride.predict_step(transition.now, MAX_EXTRAPOLATION_S) + margin
     candidate = live.commits.candidate_step
     return candidate if candidate is not None and candidate >= soonest else soonest
@@ -312,7 +324,7 @@ def mark_boundary_crossed(transition: Transition, job: JobRecord) -> None:
         return
     job.outgoing_generation = None
     update_roster(transition.state, job)
-    reset_running(live)
+    _forget_ranks(transition, job)
     live.regroup.drop_reports()
     transition.mark_job_changed(job.job)
     wake_competing_jobs(transition, job)
@@ -330,7 +342,7 @@ def note_beyond_boundary(transition: Transition, job: JobRecord, node: str, rank
         mark_boundary_crossed(transition, job)
 
 
-def check_boundary(transition: Transition, job: JobRecord) -> None:
+def settle_boundary(transition: Transition, job: JobRecord) -> None:
     """At a deadline, note that the boundary was crossed, or abandon it and regroup at once."""
     live = transition.state.job_runtime[job.job]
     spec = job.generation
@@ -368,7 +380,7 @@ def consider_growth(transition: Transition, job: JobRecord) -> None:
     stay = set(before) - set(job.membership.replaced_stragglers)  # those leave once others come
     if len(seats) <= len(before) or not stay <= set(seats):
         return
-    due = job.progress.opened_at + transition.policy.growth_interval_s
+    due = job.progress.opened_at + transition.policy.jobs.growth_interval_s
     if transition.now < due:
         transition.schedule_job(due, job.job)
         return
@@ -386,7 +398,7 @@ def _waits_for_more_nodes(transition: Transition, job: JobRecord, seats: Sequenc
     if len(seats) >= min(job.max_seats, len(job.membership.launchers)):
         return False
     if not live.regroup.growth_due:
-        live.regroup.growth_due = transition.now + transition.policy.growth_gather_s
+        live.regroup.growth_due = transition.now + transition.policy.jobs.growth_gather_s
         transition.schedule_job(live.regroup.growth_due, job.job)
     return transition.now < live.regroup.growth_due
 

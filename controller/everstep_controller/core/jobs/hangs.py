@@ -7,14 +7,14 @@ from everstep.vocabulary import GenerationReason, RankActivity
 from everstep.wire.v1.training import GenerationSpec, Member, RankStalled, RankUnresponsive
 from everstep_controller.core.jobs import ending, losses
 from everstep_controller.core.jobs.generations import RegroupCause, note_beyond_boundary
-from everstep_controller.core.jobs.notifications import record_replaced_rank, send_kill
-from everstep_controller.core.jobs.stall_decisions import Fail, RegroupAll, Replace, Stall, Wait, decide
+from everstep_controller.core.jobs.notifications import send_kill
+from everstep_controller.core.jobs.stall_decisions import Fail, JobStall, RegroupAll, Replace, Wait, decide
 from everstep_controller.core.records import JobRecord
 from everstep_controller.core.state import StalledRank, StallNotice
 from everstep_controller.core.transition import Transition
 
 MAX_STACK_CHARS = 16384
-"""Maximum length of a rank's stacks in the audit log."""
+"""Maximum length of a rank's stacks in the event log."""
 MAX_STACKS = 4
 """Number of ranks whose stacks are kept, and logged with a decision, for each kind of activity."""
 SETTLE_PER_RANK_S = 5e-5
@@ -45,7 +45,7 @@ def handle_rank_unresponsive(transition: Transition, job: JobRecord, node: str, 
     if report.generation == spec.number and member.rank == report.rank:
         _replace_hung(transition, job, spec, member, sentence, transition.trace)
     elif report.generation < spec.number and member.rank not in transition.read_entered_ranks(job.job):
-        transition.audit("rank.hung", f"{sentence}; killed", node=node, job=job.job, generation=report.generation)
+        transition.log_event("rank.hung", f"{sentence}; killed", node=node, job=job.job, generation=report.generation)
         send_kill(transition, job, member, report.generation, sentence, transition.trace)
     else:
         transition.count_ignored("rank_unresponsive.stale")
@@ -86,9 +86,9 @@ def _replace_hung(
 ) -> None:
     sentence = f"{sentence}; it is killed and replaced"
     node, data = member.node, {"rank": str(member.rank)} | ({"stacks": stacks} if stacks else {})
-    transition.audit("rank.hung", sentence, node=node, job=job.job, generation=spec.number, trace=trace, data=data)
+    transition.log_event("rank.hung", sentence, node=node, job=job.job, generation=spec.number, trace=trace, data=data)
     send_kill(transition, job, member, spec.number, sentence, trace)
-    record_replaced_rank(transition, job, node, member.local_rank)
+    transition.state.job_runtime[job.job].regroup.record_replaced_rank(node, member.local_rank, transition.now)
     losses.replace_rank(transition, job, node, RegroupCause(GenerationReason.RANK_HUNG, sentence, trace))
 
 
@@ -102,7 +102,7 @@ def handle_rank_stalled(transition: Transition, job: JobRecord, node: str, repor
     if not spec.has_rank_on(node, report.rank):
         transition.count_ignored("rank_stalled.not_a_member")
         return
-    if ending.check_equal_steps(transition, job, {report.rank: report.begun}):
+    if ending.fail_if_steps_differ(transition, job, {report.rank: report.begun}):
         return
     stalled = transition.state.job_runtime[job.job].regroup.stalled_ranks
     if report.activity is RankActivity.MOVING:
@@ -115,7 +115,7 @@ def handle_rank_stalled(transition: Transition, job: JobRecord, node: str, repor
 
 def _make_record(transition: Transition, report: RankStalled, others: list[StalledRank]) -> StalledRank:
     now = transition.now
-    alike = sum(1 for one in others if one.stacks and one.activity is report.activity)
+    alike = sum(1 for other in others if other.stacks and other.activity is report.activity)
     return StalledRank(
         step=report.step,
         collectives=report.collectives,
@@ -147,12 +147,12 @@ def _schedule_check(transition: Transition, job: JobRecord, spec: GenerationSpec
     """Have the stalled ranks judged soon, once for reports that come together."""
     live, policy = transition.state.job_runtime[job.job].regroup, transition.policy
     if live.stall_check_due <= transition.now:
-        wait_s = policy.stall_settle_s + SETTLE_PER_RANK_S * spec.world_size
-        live.stall_check_due = transition.now + min(wait_s, policy.stall_settle_max_s)
+        wait_s = policy.stalls.settle_s + SETTLE_PER_RANK_S * spec.world_size
+        live.stall_check_due = transition.now + min(wait_s, policy.stalls.settle_max_s)
         transition.schedule_job(live.stall_check_due, job.job)
 
 
-def check_stalls(transition: Transition, job: JobRecord) -> bool:
+def judge_stalls(transition: Transition, job: JobRecord) -> bool:
     """Judge the ranks without progress; return whether that ended the generation or the job."""
     live, spec = transition.state.job_runtime[job.job].regroup, job.running_generation
     if not live.stalled_ranks:
@@ -174,11 +174,11 @@ def check_stalls(transition: Transition, job: JobRecord) -> bool:
     return _carry_out(transition, job, spec, _gather(transition, job, spec, steps))
 
 
-def _gather(transition: Transition, job: JobRecord, spec: GenerationSpec, steps: dict[Rank, int]) -> Stall:
+def _gather(transition: Transition, job: JobRecord, spec: GenerationSpec, steps: dict[Rank, int]) -> JobStall:
     stalled = transition.state.job_runtime[job.job].regroup.stalled_ranks
     finished = job.progress.finished_ranks
     silent = set(range(spec.world_size)) - stalled.keys() - set(finished)
-    return Stall(
+    return JobStall(
         stalled={rank: stalled[rank] for rank in sorted(stalled) if rank not in finished},
         moving=silent,
         steps=steps,
@@ -190,7 +190,7 @@ def _gather(transition: Transition, job: JobRecord, spec: GenerationSpec, steps:
     )
 
 
-def _carry_out(transition: Transition, job: JobRecord, spec: GenerationSpec, stall: Stall) -> bool:
+def _carry_out(transition: Transition, job: JobRecord, spec: GenerationSpec, stall: JobStall) -> bool:
     decision = decide(stall)
     if isinstance(decision, Wait):
         for notice in decision.notices:
@@ -251,7 +251,7 @@ def _log_stacks(
             data |= {"collectives": str(one.collectives), "place": one.place, "stacks": one.stacks}
             data["activity"] = one.activity.value if one.activity is not None else ""
         node = spec.node_of(rank)
-        transition.audit("rank.stalled", sentence, node=node, job=job.job, generation=spec.number, data=data)
+        transition.log_event("rank.stalled", sentence, node=node, job=job.job, generation=spec.number, data=data)
 
 
 def settle_pending_regroup(transition: Transition, job: JobRecord) -> None:

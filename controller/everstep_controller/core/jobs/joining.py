@@ -13,12 +13,11 @@ from everstep.vocabulary import GenerationReason, JobState, NodeState
 from everstep.wire.v1.directives import NewGeneration, StopJob
 from everstep.wire.v1.training import LauncherJoined
 from everstep_controller.core.checkpoints.storage import NO_VERSION, adopt_earlier_run
-from everstep_controller.core.jobs import generations, membership
+from everstep_controller.core.jobs import generations
 from everstep_controller.core.jobs.generations import RegroupCause
-from everstep_controller.core.jobs.job_index import clear_exclusion, drop_job, index_launcher, offer_to_jobs
 from everstep_controller.core.jobs.notifications import is_unannounced, make_stop
 from everstep_controller.core.records import (
-    JobAudits,
+    JobAuditNotes,
     JobCommits,
     JobFailures,
     JobMembership,
@@ -27,6 +26,8 @@ from everstep_controller.core.records import (
     LauncherRecord,
     RunProgress,
 )
+from everstep_controller.core.seats import membership
+from everstep_controller.core.seats.job_index import clear_exclusion, drop_job, index_launcher, offer_to_jobs
 from everstep_controller.core.state import FleetState, JobRuntime
 from everstep_controller.core.transition import Transition
 from everstep_controller.core.wording import format_node_count, join_names
@@ -59,9 +60,9 @@ def handle_launcher_joined(transition: Transition, node: str, report: LauncherJo
             transition.send(node, make_stop(job, report.launcher))
             return
     if not _has_room(transition, node, report.job):
-        most = transition.policy.jobs_per_node
+        most = transition.policy.jobs.per_node
         reason = f"{node} has {most} unfinished jobs and may have no more: `everstep jobs` lists them; end some with "
-        reason += f"`everstep job stop NAME`, or raise jobs_per_node ({most}) in the controller's [policy]"
+        reason += f"`everstep job stop NAME`, or raise policy.jobs.per_node ({most}) of the controller"
         _refuse(transition, node, report, reason)
         return
     if report.earlier is not None and report.earlier.fresh and job is not None and _has_no_launcher(job):
@@ -90,7 +91,7 @@ def _has_no_launcher(job: JobRecord) -> bool:
 
 def _has_room(transition: Transition, node: str, name: str) -> bool:
     """Return whether the node may offer itself to another job; jobs that never formed and are deserted make room."""
-    state, most = transition.state, transition.policy.jobs_per_node
+    state, most = transition.state, transition.policy.jobs.per_node
     live = state.node_runtime[node]
     if name in live.open_jobs or len(live.open_jobs) < most:
         return True
@@ -120,7 +121,7 @@ def _create(transition: Transition, report: LauncherJoined) -> JobRecord:
         job.progress.last_number = generations.generation_number_floor(transition.state, report.generation)
     transition.state.jobs[job.job] = job
     transition.state.job_runtime[job.job] = JobRuntime()
-    transition.audit("job.created", f"job {job.job} was created by its first launcher", job=job.job)
+    transition.log_event("job.created", f"job {job.job} was created by its first launcher", job=job.job)
     transition.mark_job_changed(job.job)
     return job
 
@@ -135,10 +136,10 @@ def _start_over(transition: Transition, job: JobRecord, report: LauncherJoined) 
     job.status.enter(JobState.FORMING, sentence, trace=transition.trace, now=transition.now)
     job.generation = job.outgoing_generation = None
     job.progress = RunProgress(created_at=transition.now, last_number=job.progress.last_number)
-    job.membership, job.failures, job.audits = JobMembership(), JobFailures(), JobAudits()
+    job.membership, job.failures, job.audits = JobMembership(), JobFailures(), JobAuditNotes()
     job.commits = JobCommits(restore_ceiling=NO_VERSION)
     transition.state.job_runtime[job.job] = JobRuntime(nodes=transition.state.job_runtime[job.job].nodes)
-    transition.audit("job.created", f"job {job.job} is run again", job=job.job)
+    transition.log_event("job.created", f"job {job.job} is run again", job=job.job)
     transition.mark_job_changed(job.job)
 
 
@@ -155,7 +156,7 @@ def _accept_spec(transition: Transition, job: JobRecord, node: str, report: Laun
 
 
 def _refuse(transition: Transition, node: str, report: LauncherJoined, reason: str) -> None:
-    transition.audit("launcher.refused", reason, node=node, job=report.job)
+    transition.log_event("launcher.refused", reason, node=node, job=report.job)
     transition.send(node, StopJob(job=report.job, ok=False, reason=reason, launcher=report.launcher))
 
 
@@ -171,7 +172,7 @@ def _record_launcher(transition: Transition, job: JobRecord, node: str, report: 
             node=node, incarnation=report.launcher, store_address=report.store, generation=report.generation
         )
         clear_exclusion(transition, job.job, node)
-        transition.audit("launcher.joined", f"the launcher on {node} joined job {job.job}", node=node, job=job.job)
+        transition.log_event("launcher.joined", f"the launcher on {node} joined job {job.job}", node=node, job=job.job)
     index_launcher(transition.state, job, node)
     transition.mark_job_changed(job.job)
 
@@ -186,7 +187,7 @@ def _catch_up(
             f"{job.progress.last_number} (restored from an old copy?)"
         )
         job.progress.last_number = generations.generation_number_floor(transition.state, report.generation)
-        transition.audit("job.records_behind", sentence, node=node, job=job.job)
+        transition.log_event("job.records_behind", sentence, node=node, job=job.job)
     if job.status.state is JobState.FORMING:
         consider_forming(transition, job)
         return
@@ -260,20 +261,20 @@ def consider_preemption(transition: Transition, job: JobRecord) -> None:
     if job.status.state not in (JobState.FORMING, JobState.PAUSED) or transition.state.database_outage:
         return
     since = job.status.since + (job.spec.join_wait_s if job.status.state is JobState.FORMING else 0.0)
-    due = since + transition.policy.preempt_after_s
+    due = since + transition.policy.jobs.preempt_after_s
     if transition.now < due:
         transition.schedule_job(due, job.job)
         return
     givers = [
         other
         for other in preemptable_jobs(transition.state, job)
-        if transition.now >= other.membership.preempted_at + transition.policy.preempt_after_s
+        if transition.now >= other.membership.preempted_at + transition.policy.jobs.preempt_after_s
         and generations.boundary_step(transition, other, transition.state.job_runtime[other.job]) is not None
     ]
     plan = plan_preemption(transition.state, job, givers)
     for name, taken in plan.nodes_by_job.items():
         _preempt(transition, job, transition.state.jobs[name], taken, plan)
-    again = transition.now + max(transition.policy.preempt_after_s, RECHECK_S)
+    again = transition.now + max(transition.policy.jobs.preempt_after_s, RECHECK_S)
     # rounding merges repeated requests into one check a second
     transition.schedule_job(math.ceil(again / RECHECK_S) * RECHECK_S, job.job)
 
@@ -357,8 +358,10 @@ def _next_block(
     while offers and len(partial_block) + len(found) < job.spec.block_nodes:
         giver, node = offers.popleft()
         gone = frozenset((*seats, *partial_block, *found, node))
-        asked_of = {one.job: one for one in (*taken_nodes.values(), *found.values(), giver)}
-        if all(len(membership.next_seats(state, one, gone)) >= one.min_seats for one in asked_of.values()):
+        asked_of = {asked_job.job: asked_job for asked_job in (*taken_nodes.values(), *found.values(), giver)}
+        if all(
+            len(membership.next_seats(state, asked_job, gone)) >= asked_job.min_seats for asked_job in asked_of.values()
+        ):
             found[node] = giver
     return found if len(partial_block) + len(found) == job.spec.block_nodes else {}
 
@@ -378,7 +381,7 @@ def _preempt(transition: Transition, job: JobRecord, victim: JobRecord, taken: l
         f"{format_node_count(job.min_seats)} and takes "
         f"{join_names(taken)} of job {victim.job} (priority {victim.spec.priority}), which stays above its minimum"
     )
-    transition.audit("job.preempts", sentence, job=job.job)
+    transition.log_event("job.preempts", sentence, job=job.job)
     cause = RegroupCause(
         GenerationReason.PRIORITY, sentence, transition.trace, at_boundary=True, nodes_to_exclude=frozenset(plan.seats)
     )

@@ -21,10 +21,9 @@ from everstep.wire.v1.training import (
     RankUnresponsive,
     UserError,
 )
-from everstep_controller.core.checkpoints.storage import spill_newest
+from everstep_controller.core.checkpoints.subscriptions import JobMilestone, publish
 from everstep_controller.core.jobs import ending, generations
 from everstep_controller.core.jobs.generations import RegroupCause
-from everstep_controller.core.jobs.job_index import update_roster, wake_competing_jobs
 from everstep_controller.core.jobs.notifications import recipients
 from everstep_controller.core.records import JobRecord, LauncherRecord, LeavingLauncher
 from everstep_controller.core.transition import Transition
@@ -43,14 +42,16 @@ def handle_launcher_leaving(transition: Transition, job: JobRecord, node: str, r
         transition.count_ignored("launcher_leaving.stale")
         return
     if report.is_notice:
-        transition.audit("launcher.notified", f"the launcher on {node} received {report.cause}", node=node, job=job.job)
-        spill_newest(transition, job)
+        transition.log_event(
+            "launcher.notified", f"the launcher on {node} received {report.cause}", node=node, job=job.job
+        )
+        publish(transition, job, JobMilestone.JOB_MAY_STOP)
         return
     leaving = launcher.leaving or _begin(transition, job, launcher, report)
     leaving.ranks_ended = leaving.ranks_ended or report.ranks_ended
     transition.mark_job_changed(job.job)
     if not _can_go_on(transition, job):
-        spill_newest(transition, job)
+        publish(transition, job, JobMilestone.JOB_MAY_STOP)
     settle(transition, job)
 
 
@@ -63,7 +64,7 @@ def _begin(
     launcher.usable, launcher.unusable_reason = False, f"its launcher is ending ({report.cause})"
     transition.schedule_job(until, job.job)
     sentence = f"the launcher on {launcher.node} ends ({report.cause}); its ranks have {report.grace_s:g} s"
-    transition.audit("launcher.leaving", sentence, node=launcher.node, job=job.job)
+    transition.log_event("launcher.leaving", sentence, node=launcher.node, job=job.job)
     return launcher.leaving
 
 
@@ -74,7 +75,7 @@ def _can_go_on(transition: Transition, job: JobRecord) -> bool:
 def leaving_launchers(job: JobRecord) -> list[LauncherRecord]:
     """Return the launchers that are leaving a seat of the running job."""
     launchers = job.membership.launchers.values() if job.is_running else ()
-    return [one for one in launchers if one.leaving is not None and job.is_seated(one.node)]
+    return [launcher for launcher in launchers if launcher.leaving is not None and job.is_seated(launcher.node)]
 
 
 def absorb_rank_report(transition: Transition, job: JobRecord, report: RankEnd) -> bool:
@@ -105,43 +106,35 @@ def _is_complete(transition: Transition, job: JobRecord, report: RankFinished) -
 def settle(transition: Transition, job: JobRecord) -> None:
     """Continue without the leaving nodes, or pause, once all their ranks have ended or their time is over."""
     leaving = leaving_launchers(job)
-    if not leaving or ending.check_finished(transition, job):
+    if not leaving or ending.finish_if_all_returned(transition, job):
         return
-    states = [one.leaving for one in leaving if one.leaving is not None]
-    if not all(one.ranks_ended or transition.now >= one.until for one in states):
-        transition.schedule_job(min(one.until for one in states if not one.ranks_ended), job.job)
+    states = [launcher.leaving for launcher in leaving if launcher.leaving is not None]
+    if not all(state.ranks_ended or transition.now >= state.until for state in states):
+        transition.schedule_job(min(state.until for state in states if not state.ranks_ended), job.job)
         return
-    stored = job.generation is not None and job.generation.store_node in [one.node for one in leaving]
+    stored = job.generation is not None and job.generation.store_node in [launcher.node for launcher in leaving]
     reason = GenerationReason.STORE_LOST if stored else GenerationReason.NODE_LOST
     generations.regroup(transition, job, RegroupCause(reason, _describe(job), transition.trace))
     if job.status.state is JobState.PAUSED:
-        spill_newest(transition, job)
+        publish(transition, job, JobMilestone.JOB_MAY_STOP)
 
 
 def _describe(job: JobRecord) -> str:
     by_cause: dict[str, list[str]] = {}
-    for one in leaving_launchers(job):
-        by_cause.setdefault(one.leaving.cause if one.leaving is not None else "", []).append(one.node)
+    for launcher in leaving_launchers(job):
+        by_cause.setdefault(launcher.leaving.cause if launcher.leaving is not None else "", []).append(launcher.node)
     return "; ".join(f"{join_names(nodes)} received {cause}" for cause, nodes in by_cause.items())
 
 
 def _interrupt(transition: Transition, job: JobRecord, running: GenerationSpec) -> None:
     """Pause a job all of whose ranks returned because of the signal, and let their processes end."""
-    live = transition.state.job_runtime[job.job]
     sentence = f"{_describe(job)}, and all {running.world_size} rank(s) returned at step {job.progress.ended_step}"
     nodes = recipients(job, [*job.all_seats])
     for launcher in job.membership.launchers.values():
         if launcher.usable:
             launcher.usable, launcher.unusable_reason = False, "its ranks have returned"
-    live.regroup.drop_reports()
-    job.outgoing_generation = None
     job.status.paused_for = sentence
-    job.status.enter(JobState.PAUSED, sentence, trace=transition.trace, now=transition.now)
-    update_roster(transition.state, job)
-    transition.mark_job_changed(job.job)
-    transition.audit("job.paused", sentence, job=job.job, generation=job.progress.last_number)
-    spill_newest(transition, job)
-    wake_competing_jobs(transition, job)
+    generations.enter_pause(transition, job, sentence, transition.trace, spills=True)
     for node in nodes:
         record = job.membership.launchers.get(node)
         incarnation = record.incarnation if record is not None else 0

@@ -9,13 +9,12 @@ from everstep.vocabulary import FindingKind, GenerationReason, JobState, Severit
 from everstep.wire.v1.training import GenerationSpec, Member, RankProgress, Resumed, UserError
 from everstep_controller.core.checkpoints.commits import start_commits
 from everstep_controller.core.checkpoints.storage import note_resumed_step
-from everstep_controller.core.health.offences import raise_controller_finding
 from everstep_controller.core.jobs import ending, generations
 from everstep_controller.core.jobs.generations import RegroupCause
-from everstep_controller.core.jobs.hangs import check_stalls
+from everstep_controller.core.jobs.hangs import judge_stalls
 from everstep_controller.core.jobs.joining import consider_forming, consider_preemption
-from everstep_controller.core.jobs.notifications import record_replaced_rank, send_generation, send_kill
-from everstep_controller.core.jobs.stragglers import check_stragglers, start_straggler_windows
+from everstep_controller.core.jobs.notifications import send_generation, send_kill
+from everstep_controller.core.jobs.stragglers import start_straggler_windows, update_stragglers
 from everstep_controller.core.records import JobRecord
 from everstep_controller.core.state import FleetState, JobRuntime
 from everstep_controller.core.transition import Transition
@@ -62,7 +61,7 @@ def _all_resumed(transition: Transition, job: JobRecord, spec: GenerationSpec, l
         data["restored"] = str(last.restored)
     sentence = f"all {spec.world_size} rank(s) of generation {spec.number} resumed from {start}, "
     sentence += f"{took:.2f} s after the decision"
-    transition.audit("resumed", sentence, job=job.job, generation=spec.number, trace=spec.trace, data=data)
+    transition.log_event("resumed", sentence, job=job.job, generation=spec.number, trace=spec.trace, data=data)
     generations.consider_growth(transition, job)
 
 
@@ -92,7 +91,7 @@ def _resume_inherited(transition: Transition, job: JobRecord, live: JobRuntime, 
         f"all {spec.world_size} rank(s) of generation {spec.number} have resumed: a rank has finished step {step}"
     )
     data = {"step": str(step)}
-    transition.audit("resumed", sentence, job=job.job, generation=spec.number, trace=spec.trace, data=data)
+    transition.log_event("resumed", sentence, job=job.job, generation=spec.number, trace=spec.trace, data=data)
     generations.consider_growth(transition, job)
     return True
 
@@ -107,7 +106,7 @@ def _counted_steps(live: JobRuntime, steps: dict[Rank, int]) -> Iterator[int]:
             yield step
 
 
-def check_resumed(transition: Transition, job: JobRecord) -> None:
+def handle_late_ranks(transition: Transition, job: JobRecord) -> None:
     """At the deadline, replace ranks that have not entered the generation; ranks inside get more time."""
     live, spec = transition.state.job_runtime[job.job], job.generation
     if spec is None or job.progress.resumed_at is not None or job.outgoing_generation is not None:
@@ -131,7 +130,7 @@ def check_resumed(transition: Transition, job: JobRecord) -> None:
         return
     progress = _describe_progress(missing, spec)
     sentence = f"generation {spec.number} has not resumed by its deadline: {progress}; still waiting"
-    transition.audit("generation.overdue", sentence, job=job.job, generation=spec.number, trace=spec.trace)
+    transition.log_event("generation.overdue", sentence, job=job.job, generation=spec.number, trace=spec.trace)
     live.resume.due = transition.now + generations.resume_timeout_s(transition, live)
     transition.schedule_job(live.resume.due, job.job)
     if missing:
@@ -166,10 +165,11 @@ def _exclude_missing(transition: Transition, job: JobRecord, missing: Sequence[M
 def _kill_missing(
     transition: Transition, job: JobRecord, missing: Sequence[Member], spec: GenerationSpec, sentence: str
 ) -> None:
+    live = transition.state.job_runtime[job.job]
     for member in missing:
         if member.node in transition.state.reachable_nodes:
             send_kill(transition, job, member, spec.number, sentence, spec.trace)
-            record_replaced_rank(transition, job, member.node, member.local_rank)
+            live.regroup.record_replaced_rank(member.node, member.local_rank, transition.now)
 
 
 MAX_ERROR_CHARS = 200
@@ -187,7 +187,7 @@ def handle_user_error(transition: Transition, job: JobRecord, node: str, report:
         return
     sentence = f"the training function raised on rank {report.rank} ({node}) {_describe_step(report)}: {report.error}"
     data = {"rank": str(report.rank), "error": report.error, "traceback": report.traceback}
-    transition.audit("user_error", sentence, node=node, job=job.job, generation=report.generation, data=data)
+    transition.log_event("user_error", sentence, node=node, job=job.job, generation=report.generation, data=data)
     before = job.failures.user_errors.setdefault(report.error[:MAX_ERROR_CHARS], node)
     if job.spec.max_user_retries and before != node:
         job.progress.ended_step = report.step
@@ -216,7 +216,7 @@ def resize_job(transition: Transition, job: JobRecord, size: int, actor: str) ->
     job.membership.node_limit = size
     transition.mark_job_changed(job.job)
     sentence = f"{actor} limits the job to {format_node_count(job.max_seats)}"
-    transition.audit("job.resized", sentence, job=job.job)
+    transition.log_event("job.resized", sentence, job=job.job)
     if job.status.state is JobState.FORMING:
         consider_forming(transition, job)
     elif job.is_running and len(job.seats) > job.max_seats:
@@ -226,17 +226,17 @@ def resize_job(transition: Transition, job: JobRecord, size: int, actor: str) ->
         generations.consider_growth(transition, job)
 
 
-def check_job(transition: Transition, job: JobRecord) -> None:
-    """Check a job's deadlines, except pending regroups and boundaries."""
+def advance_job(transition: Transition, job: JobRecord) -> None:
+    """Act on a job's deadlines, except those of pending regroups and boundaries."""
     if job.status.state is JobState.FORMING:
         consider_forming(transition, job)
     elif job.is_running:
-        if ending.check_equal_steps(transition, job) or ending.check_finished(transition, job):
+        if ending.fail_if_steps_differ(transition, job) or ending.finish_if_all_returned(transition, job):
             return
-        if check_stalls(transition, job):
+        if judge_stalls(transition, job):
             return
-        check_resumed(transition, job)
-        check_stragglers(transition, job)
+        handle_late_ranks(transition, job)
+        update_stragglers(transition, job)
         generations.consider_growth(transition, job)
     elif job.status.state is JobState.PAUSED:
         generations.consider_growth(transition, job)
@@ -299,26 +299,26 @@ def is_beyond_boundary(job: JobRecord, progress: RankProgress) -> bool:
 # copy depends on it. A node whose copies arrive nowhere is recognised at its next replica node too.
 
 
-def check_replica_nodes(transition: Transition, job: JobRecord) -> None:
+def skip_failing_replica_nodes(transition: Transition, job: JobRecord) -> None:
     """At a deadline or after a failed commit, skip the replica nodes that missed too many versions in a row."""
     live, policy, spec = transition.state.job_runtime[job.job], transition.policy, job.generation
     skips, missed = live.commits.skipped_replica_nodes, live.commits.missed_copies
     live.commits.skipped_replica_nodes = skips = {n: until for n, until in skips.items() if until > transition.now}
-    failing = sorted(node for node, count in missed.items() if count >= policy.missed_copies_count)
+    failing = sorted(node for node, count in missed.items() if count >= policy.checkpoints.missed_copies_count)
     if not failing or spec is None or not job.is_running or transition.state.database_outage:
         return
-    if transition.now < job.progress.opened_at + policy.growth_interval_s:
-        transition.schedule_job(job.progress.opened_at + policy.growth_interval_s, job.job)
+    if transition.now < job.progress.opened_at + policy.jobs.growth_interval_s:
+        transition.schedule_job(job.progress.opened_at + policy.jobs.growth_interval_s, job.job)
         return
     if generations.boundary_step(transition, job, live) is None:
         return  # the next missed version leads here again
     for replica_node in failing:
         del missed[replica_node]
-        skips[replica_node] = transition.now + policy.replica_node_skip_s
+        skips[replica_node] = transition.now + policy.checkpoints.replica_node_skip_s
         _raise_copies_missing(transition, job, spec, replica_node)
     if generations.plan_replicas(transition, job, list(spec.seats)) == spec.replica_nodes:
         return  # there is no other node
-    count = policy.missed_copies_count
+    count = policy.checkpoints.missed_copies_count
     sentence = f"copies no longer go to {join_names(failing)}, which missed {count} versions in a row"
     cause = RegroupCause(GenerationReason.PLACEMENT, sentence, transition.trace, at_boundary=True)
     generations.regroup(transition, job, cause)
@@ -326,7 +326,7 @@ def check_replica_nodes(transition: Transition, job: JobRecord) -> None:
 
 def _raise_copies_missing(transition: Transition, job: JobRecord, spec: GenerationSpec, replica_node: str) -> None:
     senders = [node for node, replica_nodes in spec.replica_nodes.items() if replica_node in replica_nodes]
-    count = transition.policy.missed_copies_count
+    count = transition.policy.checkpoints.missed_copies_count
     message = (
         f"{count} versions of {job.job} in a row did not get from {join_names(senders)} to {replica_node}, so nothing "
         "was committed; the ranks' logs on either end say why (memory, time, digests)"
@@ -334,4 +334,4 @@ def _raise_copies_missing(transition: Transition, job: JobRecord, spec: Generati
     finding = transition.make_finding(
         FindingKind.COPIES_MISSING, f"copies/{job.job}", Severity.WARNING, message, value=float(count)
     )
-    raise_controller_finding(transition, replica_node, finding, transition.policy.replica_node_skip_s)
+    transition.raise_finding(replica_node, finding, transition.policy.checkpoints.replica_node_skip_s)

@@ -5,17 +5,13 @@ from __future__ import annotations
 import msgspec
 
 from everstep.clock import Backoff
-from everstep.vocabulary import Finding, FindingKind, GenerationReason, JobState, Severity
-from everstep.wire.v1.training import CollectiveFailed, GenerationSpec, LauncherLeft, Member, RankLost
-from everstep_controller.core.health import node_state
-from everstep_controller.core.health.offences import raise_controller_finding, suspect_gpus
+from everstep.vocabulary import FindingKind, GenerationReason, JobState, Severity
+from everstep.wire.v1.training import CollectiveFailed, GenerationSpec, LauncherLeft, RankLost
 from everstep_controller.core.jobs import ending, generations
 from everstep_controller.core.jobs.generations import RegroupCause
-from everstep_controller.core.jobs.job_index import unindex_launcher
-from everstep_controller.core.jobs.membership import jobs_seated_on
-from everstep_controller.core.jobs.notifications import record_replaced_rank, send_kill
-from everstep_controller.core.policy import VerdictRule
 from everstep_controller.core.records import JobRecord
+from everstep_controller.core.seats.job_index import unindex_launcher
+from everstep_controller.core.seats.membership import jobs_seated_on
 from everstep_controller.core.state import PendingRegroup
 from everstep_controller.core.transition import Transition
 from everstep_controller.core.wording import join_names
@@ -56,11 +52,12 @@ def handle_rank_lost(transition: Transition, job: JobRecord, node: str, report: 
         transition.count_ignored("rank_lost.not_a_member")
         return
     if report.has_replacement:
-        record_replaced_rank(transition, job, node, report.local_rank)
+        live = transition.state.job_runtime[job.job]
+        live.regroup.record_replaced_rank(node, report.local_rank, transition.now)
     how = "its launcher has a replacement" if report.has_replacement else "its launcher has no replacement"
     sentence = f"rank {report.rank} on {node} lost ({_describe_exit(report)}); {how}"
     data = {"rank": str(report.rank), "detail": report.detail[:1024], "seen_at": f"{report.at:.6f}"}
-    transition.audit("rank.lost", sentence, node=node, job=job.job, generation=report.generation, data=data)
+    transition.log_event("rank.lost", sentence, node=node, job=job.job, generation=report.generation, data=data)
     replace_rank(transition, job, node, RegroupCause(GenerationReason.RANK_LOST, sentence, transition.trace))
 
 
@@ -77,7 +74,7 @@ def _mark_local_rank_replaced(transition: Transition, job: JobRecord, node: str,
         return
     launcher.usable, launcher.unusable_reason = True, ""
     sentence = f"new processes have replaced the late ranks on {node}; the node is usable again"
-    transition.audit("launcher.usable", sentence, node=node, job=job.job)
+    transition.log_event("launcher.usable", sentence, node=node, job=job.job)
     generations.consider_growth(transition, job)
 
 
@@ -91,12 +88,12 @@ def _describe_exit(report: RankLost) -> str:
 
 def replace_rank(transition: Transition, job: JobRecord, node: str, cause: RegroupCause) -> None:
     """Regroup after a loss on ``node``, and exclude a node that keeps losing ranks."""
-    window_s, before = transition.policy.job_failure_window_s, job.failures.rank_loss_times.get(node, [])
+    window_s, before = transition.policy.regroups.failure_window_s, job.failures.rank_loss_times.get(node, [])
     times = [*(at for at in before if at > transition.now - window_s), transition.now]
     job.failures.rank_loss_times[node] = times
     transition.mark_job_changed(job.job)
     count = len(times)
-    if count < transition.policy.rank_flap_count:
+    if count < transition.policy.regroups.rank_flap_count:
         regroup_with_seen(transition, job, cause)
         return
     sentence = f"{node} lost {count} ranks of {job.job} within {window_s:g} s"
@@ -126,11 +123,11 @@ def regroup_with_seen(transition: Transition, job: JobRecord, cause: RegroupCaus
 
 def _raise_rank_flapping(transition: Transition, node: str, sentence: str, count: int) -> None:
     message = f"{sentence}; the job continues without it until an operator readmits it or its launcher restarts"
-    most = float(transition.policy.rank_flap_count)
+    most = float(transition.policy.regroups.rank_flap_count)
     finding = transition.make_finding(
         FindingKind.RANK_FLAPPING, "ranks", Severity.WARNING, message, value=float(count), threshold=most
     )
-    raise_controller_finding(transition, node, finding, transition.policy.job_failure_window_s)
+    transition.raise_finding(node, finding, transition.policy.regroups.failure_window_s)
 
 
 def handle_collective_failed(transition: Transition, job: JobRecord, node: str, report: CollectiveFailed) -> None:
@@ -155,9 +152,9 @@ def handle_collective_failed(transition: Transition, job: JobRecord, node: str, 
         failed = f"a collective of rank {report.rank} on {node} failed at step {report.step}"
         sentence = f"{failed}, and no report names a lost member"
         policy, times = transition.policy, live.regroup.unattributed_times
-        times = [at for at in times if at > transition.now - policy.job_failure_window_s]
+        times = [at for at in times if at > transition.now - policy.regroups.failure_window_s]
         live.regroup.unattributed_times = times
-        waits = Backoff(floor_s=policy.collective_settle_s, ceiling_s=policy.collective_settle_max_s)
+        waits = Backoff(floor_s=policy.regroups.collective_settle_s, ceiling_s=policy.regroups.collective_settle_max_s)
         due = transition.now + waits.limit_s(len(times))
         live.regroup.pending = PendingRegroup(transition.now, due, transition.trace, sentence)
         transition.schedule_job(due, job.job)
@@ -239,7 +236,7 @@ def remove_launcher(transition: Transition, job: JobRecord, node: str, sentence:
     if not job.membership.launchers:
         job.membership.abandoned_at = transition.now
     unindex_launcher(transition.state, job, node)
-    transition.audit("launcher.left", sentence, node=node, job=job.job, generation=job.progress.last_number)
+    transition.log_event("launcher.left", sentence, node=node, job=job.job, generation=job.progress.last_number)
     if job.is_running and job.is_seated(node):
         stored = job.generation is not None and job.generation.store_node == node
         reason = GenerationReason.STORE_LOST if stored else GenerationReason.NODE_LOST
@@ -264,73 +261,3 @@ def regroup_jobs_without(transition: Transition, node: str, cause: RegroupCause)
         leaves = job.generation is not None and not job.has_seat(node)
         if job.is_running and not (leaves and cause.at_boundary):
             generations.regroup(transition, job, cause)
-
-
-# Rank restarts: the mildest action. The processes of a node's ranks are killed, and their job regroups with new ones.
-#
-# A restart costs the job one regroup and no eviction. The kill carries the generation's number and precedes the next
-# generation, so that it never hits the replacement process.
-
-
-class RestartTarget(msgspec.Struct, frozen=True):
-    """Ranks of a job to restart, all on one node. ``members`` is empty if they were just restarted."""
-
-    job: JobRecord
-    spec: GenerationSpec
-    members: tuple[Member, ...]
-
-    def describe(self) -> str:
-        ranks = ", ".join(str(member.rank) for member in self.members)
-        return f"rank {ranks} of {self.job.job}"
-
-
-def find_restart_target(transition: Transition, node: str, finding: Finding, rule: VerdictRule) -> RestartTarget | None:
-    """Return the ranks that the finding concerns and that were not just replaced: its GPU's, else the node's."""
-    record = transition.state.nodes[node]
-    job = next((job for job in jobs_seated_on(transition.state, node) if job.is_running), None)
-    spec = job.running_generation if job is not None else None
-    members = tuple(spec.members_on(node)) if spec is not None else ()
-    if job is None or spec is None or not members:
-        return None
-    gpus = {gpu.index for gpu in suspect_gpus(record, (finding,))}
-    if gpus and spec.spec.nproc_per_node == len(record.identity.gpus):  # local rank i uses GPU i
-        members = tuple(member for member in members if member.local_rank in gpus)
-    replaced = transition.state.job_runtime[job.job].regroup.rank_replaced_at.get(node, {})
-    due = (member for member in members if replaced.get(member.local_rank, 0.0) <= transition.now - rule.coalesce_s)
-    return RestartTarget(job, spec, tuple(due))
-
-
-def restart_ranks(
-    transition: Transition, node: str, target: RestartTarget, sentence: str, trace: str, *, counted: bool
-) -> None:
-    """Kill the processes and regroup. ``counted`` is false for another GPU of the same crash, which counts once."""
-    if counted:
-        record, fleet, policy = transition.state.nodes[node], transition.state.fleet, transition.policy
-        record.history.rank_restart_times = node_state.append_time(
-            record.history.rank_restart_times, transition.now, policy.remediation_node_window_s
-        )
-        fleet.rank_restart_times = node_state.append_time(
-            fleet.rank_restart_times, transition.now, policy.remediation_fleet_window_s
-        )
-        transition.mark_node_changed(node)
-        transition.mark_fleet_changed()
-    for member in target.members:
-        send_kill(transition, target.job, member, target.spec.number, sentence, trace)
-        record_replaced_rank(transition, target.job, node, member.local_rank)
-    replace_rank(transition, target.job, node, RegroupCause(GenerationReason.RANK_LOST, sentence, trace))
-
-
-def node_restart_cap(transition: Transition, node: str) -> str:
-    """Return why the node's ranks are not restarted again; "" while they may be."""
-    times, policy = transition.state.nodes[node].history.rank_restart_times, transition.policy
-    what = "its ranks were restarted"
-    return node_state.describe_cap(
-        times, transition.now, policy.remediation_node_window_s, policy.rank_restarts_per_node, what
-    )
-
-
-def fleet_restart_cap(transition: Transition) -> tuple[str, float]:
-    """Return why no rank is restarted now, and the time of the next restart; ("", 0.0) below the fleet's cap."""
-    times, window_s = transition.state.fleet.rank_restart_times, transition.policy.remediation_fleet_window_s
-    count, at = node_state.next_allowed_at(times, transition.now, window_s, transition.policy.rank_restarts_per_fleet)
-    return (f"ranks were restarted {count} times within {window_s:g} s" if count else ""), at

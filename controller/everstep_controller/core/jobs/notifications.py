@@ -31,11 +31,6 @@ def send_generation(transition: Transition, job: JobRecord, previous_nodes: Iter
         transition.send(node, body)
 
 
-def record_replaced_rank(transition: Transition, job: JobRecord, node: str, local_rank: int) -> None:
-    """Record that another process takes the place of this rank's."""
-    transition.state.job_runtime[job.job].regroup.rank_replaced_at.setdefault(node, {})[local_rank] = transition.now
-
-
 def send_kill(
     transition: Transition,
     job: JobRecord,

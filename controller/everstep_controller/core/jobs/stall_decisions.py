@@ -57,7 +57,7 @@ class Fail(msgspec.Struct, frozen=True):
 Decision = Wait | Replace | RegroupAll | Fail
 
 
-class Stall(msgspec.Struct, frozen=True, kw_only=True):
+class JobStall(msgspec.Struct, frozen=True, kw_only=True):
     """A job whose ranks make no progress, at one time.
 
     Attributes:
@@ -99,7 +99,7 @@ class Stall(msgspec.Struct, frozen=True, kw_only=True):
         """Return the seconds of standing still from which a rank counts as hung."""
         if self.spec.hang_threshold_s is not None:
             return stalled.threshold_s  # the job's, or more in the first steps
-        floor = max(stalled.threshold_s, self.policy.hang_floor_s, 2 * self.failures.longest_pause_s)
+        floor = max(stalled.threshold_s, self.policy.stalls.hang_floor_s, 2 * self.failures.longest_pause_s)
         return float(floor * 2 ** self.failures.hang_kills.get(stalled.place, 0))
 
     def hung_at(self, stalled: StalledRank) -> float:
@@ -110,10 +110,10 @@ class Stall(msgspec.Struct, frozen=True, kw_only=True):
 
     def is_exhausted(self, place: str) -> bool:
         """Return whether so many hung ranks were replaced at a place that another one needs a person's decision."""
-        return bool(place) and self.failures.hang_kills.get(place, 0) >= self.policy.hang_kills_per_place
+        return bool(place) and self.failures.hang_kills.get(place, 0) >= self.policy.stalls.hang_kills_per_place
 
 
-def decide(stall: Stall) -> Decision:
+def decide(stall: JobStall) -> Decision:
     """Return what to do about ranks without progress."""
     if not stall.stalled:
         return Wait()
@@ -134,7 +134,7 @@ def decide(stall: Stall) -> Decision:
 # ---- no rank is hung
 
 
-def _beside_moving_ranks(stall: Stall) -> Decision:
+def _beside_moving_ranks(stall: JobStall) -> Decision:
     """Wait for the reports of the other ranks; only a single rank that stands still behind all others is replaced."""
     behind = [rank for rank, stalled in stall.stalled.items() if stalled.position == stall.lowest]
     (rank, *others) = behind
@@ -148,7 +148,7 @@ def _beside_moving_ranks(stall: Stall) -> Decision:
     return _replace(stall, rank, f"{_describe(rank, stalled, stall.now)}, and all other ranks go on")
 
 
-def _wait_for_work(stall: Stall) -> Wait:
+def _wait_for_work(stall: JobStall) -> Wait:
     """Do nothing, and name the ranks that work and those that wait for them."""
     policy, now = stall.policy, stall.now
     working = {rank: stalled for rank, stalled in stall.stalled.items() if stall.is_working(stalled)}
@@ -157,13 +157,13 @@ def _wait_for_work(stall: Stall) -> Wait:
     notices = []
     if waiting:
         since = max(stalled.since for stalled in working.values())
-        dues.append(since + policy.stall_notice_s)
+        dues.append(since + policy.stalls.notice_s)
         if now >= dues[-1]:
             notices.append(_name_work(working, waiting, since))
     for rank, stalled in working.items():
         if stalled.section or stalled.limit_s is not None or not stalled.place_since:
             continue
-        dues.append(stalled.place_since + policy.call_notice_s)
+        dues.append(stalled.place_since + policy.stalls.call_notice_s)
         if now >= dues[-1]:
             notices.append(_name_call(stall, rank, stalled))
     return Wait(min((due for due in dues if due > now), default=None), tuple(notices))
@@ -184,7 +184,7 @@ def _name_work(working: Mapping[Rank, StalledRank], waiting: Collection[Rank], s
     )
 
 
-def _name_call(stall: Stall, rank: Rank, stalled: StalledRank) -> StallNotice:
+def _name_call(stall: JobStall, rank: Rank, stalled: StalledRank) -> StallNotice:
     limit = format_duration(stall.limit_at(stalled) - stalled.since)
     return StallNotice(
         key=f"call {rank}",
@@ -199,7 +199,7 @@ def _name_call(stall: Stall, rank: Rank, stalled: StalledRank) -> StallNotice:
 # ---- some ranks are hung
 
 
-def _some_block_others(stall: Stall, hung: Mapping[Rank, StalledRank]) -> Decision:
+def _some_block_others(stall: JobStall, hung: Mapping[Rank, StalledRank]) -> Decision:
     """Replace the rank for which others wait in collectives, once it has stood still for long enough."""
     due = max(stall.hung_at(stalled) for stalled in hung.values())
     waiting = [rank for rank in stall.stalled if rank not in hung]
@@ -222,7 +222,7 @@ def _some_block_others(stall: Stall, hung: Mapping[Rank, StalledRank]) -> Decisi
             "stacks, then stop the job"
         )
         key = f"exhausted {place}"
-    notice_at = since + stall.policy.stall_notice_s
+    notice_at = since + stall.policy.stalls.notice_s
     if stall.now < notice_at:
         return Wait(min(due, notice_at) if not exhausted else notice_at)
     text = f"{_describe_all(hung, None)}; {wait}. {remedy}"
@@ -230,7 +230,7 @@ def _some_block_others(stall: Stall, hung: Mapping[Rank, StalledRank]) -> Decisi
     return Wait(None if exhausted else due, (notice,))
 
 
-def _none_waits(stall: Stall, hung: Mapping[Rank, StalledRank]) -> Decision:
+def _none_waits(stall: JobStall, hung: Mapping[Rank, StalledRank]) -> Decision:
     """All ranks stand still and none waits in a collective. Only the job's own threshold makes that a hang."""
     is_certain = stall.spec.hang_threshold_s is not None or any(
         stalled.activity is RankActivity.BUSY_LOOP for stalled in hung.values()
@@ -243,7 +243,7 @@ def _none_waits(stall: Stall, hung: Mapping[Rank, StalledRank]) -> Decision:
             return _replace(stall, next(iter(hung)), sentence)
         return RegroupAll(f"{sentence}. All ranks regroup")
     since = max(stalled.activity_since for stalled in hung.values())
-    notice_at = since + stall.policy.call_notice_s
+    notice_at = since + stall.policy.stalls.call_notice_s
     if stall.now < notice_at:
         return Wait(min(due, notice_at))
     limit = format_duration(due - max(stalled.since for stalled in hung.values()))
@@ -251,14 +251,14 @@ def _none_waits(stall: Stall, hung: Mapping[Rank, StalledRank]) -> Decision:
     return Wait(due, (StallNotice(key="none waits", since=since, text=text, ranks=tuple(hung), needs_person=True),))
 
 
-def _replace(stall: Stall, rank: Rank, sentence: str) -> Decision:
+def _replace(stall: JobStall, rank: Rank, sentence: str) -> Decision:
     return Wait() if stall.is_exhausted(stall.stalled[rank].place) else Replace(rank, sentence)
 
 
 # ---- all ranks wait in collectives
 
 
-def _all_in_collectives(stall: Stall) -> Decision:
+def _all_in_collectives(stall: JobStall) -> Decision:
     """Regroup, since no single rank is at fault; name ranks that wait in different collectives."""
     if any(stalled.transfers for stalled in stall.stalled.values()):
         due = max(stall.limit_at(stalled) for stalled in stall.stalled.values())
@@ -268,7 +268,7 @@ def _all_in_collectives(stall: Stall) -> Decision:
     places = _by_operation(stall.stalled)
     where = "; ".join(f"{rank_ranges(ranks)} in {what}" for what, ranks in list(places.items())[:4])
     if stall.now < due:
-        notice_at = since + stall.policy.stall_notice_s
+        notice_at = since + stall.policy.stalls.notice_s
         if stall.now < notice_at:
             return Wait(min(due, notice_at))
         text = f"all ranks wait in collectives for {{time}}, and none works: {where}"
@@ -300,8 +300,9 @@ def _differ(stalled: Mapping[Rank, StalledRank]) -> bool:
 
 def _by_operation(stalled: Mapping[Rank, StalledRank]) -> dict[str, list[Rank]]:
     groups: dict[str, list[Rank]] = {}
-    for rank, one in stalled.items():
-        what = f"{one.operation or 'a collective'} (number {one.collectives} after step {one.step}){_where(one)}"
+    for rank, waiting in stalled.items():
+        operation = f"{waiting.operation or 'a collective'} (number {waiting.collectives} after step {waiting.step})"
+        what = f"{operation}{_where(waiting)}"
         groups.setdefault(what, []).append(rank)
     return groups
 
@@ -309,15 +310,15 @@ def _by_operation(stalled: Mapping[Rank, StalledRank]) -> dict[str, list[Rank]]:
 # ---- other ranks have returned
 
 
-def _others_returned(stall: Stall) -> Decision:
+def _others_returned(stall: JobStall) -> Decision:
     """End the job if the remaining ranks wait in a collective that a returned rank never enters."""
     known = [count for count in stall.returned.values() if count is not None]
     missing = min(known) if known else None
     is_certain = missing is not None and all(stalled.waits_for_all for stalled in stall.stalled.values())
-    is_certain &= any(missing is not None and one.collectives > missing for one in stall.stalled.values())
+    is_certain &= any(missing is not None and waiting.collectives > missing for waiting in stall.stalled.values())
     transfers = any(stalled.transfers for stalled in stall.stalled.values())
     if is_certain and not transfers:
-        due = max(stalled.activity_since for stalled in stall.stalled.values()) + stall.policy.returned_floor_s
+        due = max(stalled.activity_since for stalled in stall.stalled.values()) + stall.policy.stalls.returned_floor_s
     else:
         due = max(stall.limit_at(stalled) for stalled in stall.stalled.values())
     if stall.now < due:
@@ -332,7 +333,7 @@ def _others_returned(stall: Stall) -> Decision:
     )
 
 
-def _still_after_return(stall: Stall, hung: Mapping[Rank, StalledRank]) -> Decision:
+def _still_after_return(stall: JobStall, hung: Mapping[Rank, StalledRank]) -> Decision:
     """Leave ranks alone that stand still after others have returned, such as one that saves; end at the work limit."""
     due = max(stall.limit_at(stalled) for stalled in hung.values())
     if stall.now < due:

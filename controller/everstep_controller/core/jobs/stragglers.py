@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from everstep.vocabulary import FindingKind, GenerationReason, Severity
 from everstep.wire.v1.training import GenerationSpec
-from everstep_controller.core.health.offences import extend_controller_finding, raise_controller_finding
 from everstep_controller.core.jobs.generations import RegroupCause, boundary_step, regroup
-from everstep_controller.core.jobs.membership import next_seats
 from everstep_controller.core.records import JobRecord
+from everstep_controller.core.seats.membership import next_seats
 from everstep_controller.core.state import JobRuntime
 from everstep_controller.core.transition import Stragglers, Transition
 
@@ -27,31 +26,31 @@ def start_straggler_windows(transition: Transition, job: JobRecord) -> None:
 
 
 def _next_window(transition: Transition, job: JobRecord, live: JobRuntime) -> None:
-    live.stragglers.window_due = transition.now + transition.policy.straggler_window_s
+    live.stragglers.window_due = transition.now + transition.policy.stragglers.window_s
     transition.schedule_job(live.stragglers.window_due, job.job)
 
 
-def check_stragglers(transition: Transition, job: JobRecord) -> None:
+def update_stragglers(transition: Transition, job: JobRecord) -> None:
     """At the end of a window, record slow nodes and act on those that are slow often enough."""
     live, policy = transition.state.job_runtime[job.job], transition.policy
     spec = job.generation
     if not live.stragglers.window_due or transition.now < live.stragglers.window_due:
         return
     # Windows advance even in a paused job, so that findings from before an interruption age.
-    live.stragglers.window += 1 + int((transition.now - live.stragglers.window_due) / policy.straggler_window_s)
+    live.stragglers.window += 1 + int((transition.now - live.stragglers.window_due) / policy.stragglers.window_s)
     _next_window(transition, job, live)
     if spec is None or job.progress.resumed_at is None or job.outgoing_generation is not None or not job.is_running:
         return
-    lag = transition.read_stragglers(job.job, policy.straggler_factor)
-    slow = slow_nodes(spec, lag, policy.straggler_share)
-    oldest = live.stragglers.window - policy.straggler_windows
+    lag = transition.read_stragglers(job.job, policy.stragglers.factor)
+    slow = slow_nodes(spec, lag, policy.stragglers.share)
+    oldest = live.stragglers.window - policy.stragglers.windows
     before = live.stragglers.slow_windows.items()
     kept = {node: [w for w in seen if w > oldest] for node, seen in before if node in spec.seated_nodes}
     for node in slow:
         kept.setdefault(node, []).append(live.stragglers.window)
     live.stragglers.slow_windows = {node: seen for node, seen in kept.items() if seen}
     for node in spec.seats:
-        if len(live.stragglers.slow_windows.get(node, ())) >= policy.straggler_count:
+        if len(live.stragglers.slow_windows.get(node, ())) >= policy.stragglers.count:
             _raise_straggler(transition, job, node, slow.get(node, 0.0), lag)
     _replace_one(transition, job, spec)
 
@@ -72,30 +71,30 @@ def slow_nodes(spec: GenerationSpec, stragglers: Stragglers, share: float) -> di
 def _raise_straggler(transition: Transition, job: JobRecord, node: str, busy_s: float, stragglers: Stragglers) -> None:
     """Raise a finding once; it lasts until the node was not named in as many windows as count."""
     record, policy = transition.state.nodes[node], transition.policy
-    lasts_s = policy.straggler_windows * policy.straggler_window_s
+    lasts_s = policy.stragglers.windows * policy.stragglers.window_s
     if STRAGGLER_KEY in record.health.controller_findings:
-        extend_controller_finding(transition, node, STRAGGLER_KEY, lasts_s)
+        transition.extend_finding(node, STRAGGLER_KEY, lasts_s)
         return
     sentence = (
         f"{node} needs {busy_s:.3f} s for a step of {job.job} and half of the ranks {stragglers.median_s:.3f} s or "
-        f"less: slow by more than {policy.straggler_factor:g} times in {policy.straggler_count} of "
-        f"{policy.straggler_windows} windows of {policy.straggler_window_s:g} s"
+        f"less: slow by more than {policy.stragglers.factor:g} times in {policy.stragglers.count} of "
+        f"{policy.stragglers.windows} windows of {policy.stragglers.window_s:g} s"
     )
-    how = "a spare takes its place where one is able; " if policy.straggler_replace else ""
-    message, limit_s = f"{sentence}; {how}look for what slows it down", policy.straggler_factor * stragglers.median_s
+    how = "a spare takes its place where one is able; " if policy.stragglers.replace else ""
+    message, limit_s = f"{sentence}; {how}look for what slows it down", policy.stragglers.factor * stragglers.median_s
     finding = transition.make_finding(
         FindingKind.RANK_STRAGGLER, STRAGGLER_SUBJECT, Severity.WARNING, message, value=busy_s, threshold=limit_s
     )
-    raise_controller_finding(transition, node, finding, lasts_s)
+    transition.raise_finding(node, finding, lasts_s)
 
 
 def _replace_one(transition: Transition, job: JobRecord, spec: GenerationSpec) -> None:
     """Replace one straggler at a time at a boundary, if the policy allows and a spare is available."""
     live, policy = transition.state.job_runtime[job.job], transition.policy
-    named = [n for n in spec.seats if len(live.stragglers.slow_windows.get(n, ())) >= policy.straggler_count]
-    if not named or not policy.straggler_replace or transition.state.database_outage:
+    named = [n for n in spec.seats if len(live.stragglers.slow_windows.get(n, ())) >= policy.stragglers.count]
+    if not named or not policy.stragglers.replace or transition.state.database_outage:
         return
-    if transition.now < job.progress.opened_at + policy.growth_interval_s:
+    if transition.now < job.progress.opened_at + policy.jobs.growth_interval_s:
         return
 
     def can_be_replaced(node: str) -> bool:

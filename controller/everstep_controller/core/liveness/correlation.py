@@ -1,7 +1,7 @@
 """Recognise correlated silence: many nodes silent at once suggest a fault of the network or of this controller.
 
 The module counts reachable and silent nodes of the fleet and of each group: rack, switch, power domain, driver version,
-agent version. While a group is silent, none of its nodes is lost for silence alone until ``correlated_silence_max_s``
+agent version. While a group is silent, none of its nodes is lost for silence alone until ``correlated_silence.max_s``
 has passed. Jobs whose own ranks report a missing member still continue without silent nodes.
 """
 
@@ -52,6 +52,7 @@ def remove_expected(transition: Transition, node: str) -> None:
 def set_silent(transition: Transition, node: str, silent: bool) -> None:
     """Count the node as silent (over its deadline, or with a closed connection) or as heard."""
     nodes = transition.state.silent_nodes
+    assert not silent or node in transition.state.reachable_nodes, f"{node} is out of reach, and not silent"
     if silent != (node in nodes):
         (nodes.add if silent else nodes.discard)(node)
         _add_to_groups(transition.state, node, 0, 1 if silent else -1)
@@ -83,14 +84,14 @@ def is_over_threshold(state: FleetState, name: str, silence_count: SilenceCount)
         return True
     if name != FLEET and (fleet is None or silence_count.expected == fleet.expected):
         return False
-    share = policy.correlated_silence_share if name == FLEET else policy.correlated_silence_group_share
-    return silence_count.silent >= max(policy.correlated_silence_min_nodes, share * silence_count.expected)
+    share = policy.correlated_silence.share if name == FLEET else policy.correlated_silence.group_share
+    return silence_count.silent >= max(policy.correlated_silence.min_nodes, share * silence_count.expected)
 
 
 def is_silence_excused(transition: Transition, node: str, since: float) -> bool:
     """Return whether a silence since ``since`` is probably the fault of the network or of this controller."""
     state = transition.state
-    if transition.now >= since + transition.policy.correlated_silence_max_s:
+    if transition.now >= since + transition.policy.correlated_silence.max_s:
         return False
     if since < state.correlated_silence_ended_at and transition.now < _grace_ends_at(transition):
         return True
@@ -99,12 +100,12 @@ def is_silence_excused(transition: Transition, node: str, since: float) -> bool:
 
 def excused_until(transition: Transition, since: float) -> float:
     """Return the time until which a silence since ``since`` is excused, unless the correlated silence ends sooner."""
-    patience = since + transition.policy.correlated_silence_max_s
+    patience = since + transition.policy.correlated_silence.max_s
     return min(patience, _grace_ends_at(transition)) if not transition.state.silent_groups else patience
 
 
 def _grace_ends_at(transition: Transition) -> float:
-    return transition.state.correlated_silence_ended_at + transition.policy.lost_after_s
+    return transition.state.correlated_silence_ended_at + transition.policy.liveness.lost_after_s
 
 
 def update_correlated_silence(transition: Transition, *, confirmed: bool = False) -> None:
@@ -134,9 +135,15 @@ def _end_correlated_silence(transition: Transition, correlated_silence: Correlat
     else:
         sentence = (
             f"the simultaneous silence of {count} ended after {lasted_s}: {len(state.silent_nodes)} still silent, to "
-            f"be lost in {transition.policy.lost_after_s:g} s"
+            f"be lost in {transition.policy.liveness.lost_after_s:g} s"
         )
-    transition.audit("fleet.correlated_silence_ended", sentence)
+    transition.log_event("fleet.correlated_silence_ended", sentence)
+
+
+def log_unless_correlated(transition: Transition, kind: str, node: str, sentence: str) -> None:
+    """Log a change of one node; during a correlated silence its own log entries cover all nodes."""
+    if transition.state.correlated_silence is None:
+        transition.log_event(kind, sentence, node=node)
 
 
 def announce_correlated_silence(transition: Transition) -> None:
@@ -151,10 +158,10 @@ def announce_correlated_silence(transition: Transition) -> None:
         f"{len(state.silent_nodes)} of {format_node_count(len(state.reachable_nodes))} are silent at "
         f"once{_describe_common(state, parts, common)}; "
         f"the network or this controller is suspected, and no node is declared lost for silence alone within "
-        f"{transition.policy.correlated_silence_max_s:g} s"
+        f"{transition.policy.correlated_silence.max_s:g} s"
     )
     data = {"silent": str(len(state.silent_nodes)), "expected": str(len(state.reachable_nodes))}
-    transition.audit("fleet.correlated_silence", sentence, data=data | {"common": ",".join(common)})
+    transition.log_event("fleet.correlated_silence", sentence, data=data | {"common": ",".join(common)})
 
 
 def _common_groups(state: FleetState) -> list[str]:

@@ -8,14 +8,13 @@ from everstep.errors import NotFound, StaleGeneration
 from everstep.vocabulary import Action, Decision, NodeState
 from everstep.wire.v1.agent import Register
 from everstep_controller.core.health import offences
-from everstep_controller.core.health.eviction import spare_if_correlated
-from everstep_controller.core.health.findings import replace_agent_findings
-from everstep_controller.core.health.maintenance import current_window, enter_maintenance
-from everstep_controller.core.health.offences import clear_controller_findings
 from everstep_controller.core.health.outbreaks import blocks_service
 from everstep_controller.core.health.quarantine import begin_quarantine, quarantine_before_service
-from everstep_controller.core.liveness import node_liveness
+from everstep_controller.core.judgement.findings import replace_agent_findings
+from everstep_controller.core.judgement.verdicts import FindingReport, record_sighting
+from everstep_controller.core.liveness import node_liveness, rejoin
 from everstep_controller.core.liveness.correlation import add_expected, count_node, update_correlated_silence
+from everstep_controller.core.maintenance import current_window, enter_maintenance
 from everstep_controller.core.records import NodeIdentity, NodeRecord, UnfitNode
 from everstep_controller.core.state import FleetState, HeartbeatState, NodeRuntime
 from everstep_controller.core.transition import Transition
@@ -57,14 +56,14 @@ def register(transition: Transition, message: Register) -> None:
     count_node(transition.state, node, 1)
     update_correlated_silence(transition)
     if reborn:
-        transition.audit("node.registered", f"the agent of {node} restarted (new incarnation)", node=node)
+        transition.log_event("node.registered", f"the agent of {node} restarted (new incarnation)", node=node)
         transition.state.node_runtime[node].heartbeats = HeartbeatState(last_seen_at=transition.now)
-        node_liveness.expect_launchers(transition, node)
+        rejoin.expect_launchers(transition, node)
     _detect_repair(transition, record)
     _enter_current_window(transition, record)
     node_liveness.mark_seen(transition, node)
     if rebooted:
-        node_liveness.drop_launchers(transition, node, f"{node} was rebooted", include_rejoined=True)
+        rejoin.drop_launchers(transition, node, f"{node} was rebooted", include_rejoined=True)
     replace_agent_findings(transition, node, message.findings)
 
 
@@ -82,13 +81,13 @@ def _new_node(transition: Transition, message: Register) -> None:
     transition.mark_node_changed(node)
     add_expected(transition.state, node)
     update_correlated_silence(transition)
-    transition.audit("node.registered", f"{node} joined the fleet", node=node)
+    transition.log_event("node.registered", f"{node} joined the fleet", node=node)
     node_liveness.schedule_silence_deadline(transition, node)
     _enter_current_window(transition, record)
     for finding in message.findings:
         if not blocks_service(transition.state, record, finding, transition.now):
             continue
-        if not spare_if_correlated(transition, transition.policy.rules.rule_for(finding), node, finding):
+        if not record_sighting(transition, FindingReport(node=node, finding=finding)):
             sentence = f"{node} registered with an active finding and is quarantined until it clears: {finding.message}"
             action = Action.strongest(Action.DRAIN, finding.action)
             quarantine_before_service(transition, node, finding, sentence, action=action)
@@ -149,6 +148,6 @@ def _detect_repair(transition: Transition, record: NodeRecord) -> None:
         return
     record.quarantine.needs_operator, record.health.defective_gpus, record.audits.strikes = False, [], []
     offences.clear_offences(record)
-    clear_controller_findings(transition, record.node)
+    transition.clear_findings(record.node)
     sentence = f"{record.node} no longer contains the GPUs that computed wrongly"
-    transition.audit("node.repaired", sentence, node=record.node)
+    transition.log_event("node.repaired", sentence, node=record.node)

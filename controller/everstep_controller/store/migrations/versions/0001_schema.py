@@ -1,4 +1,4 @@
-"""Create all tables of ``everstep_controller.store.tables``, the triggers of the audit log, and the first rows.
+"""Create all tables of ``everstep_controller.store.tables``, the triggers of the event log, and the first rows.
 
 Nothing is released yet, so this migration follows ``tables``. The next migration must first copy today's tables here.
 """
@@ -6,6 +6,7 @@ Nothing is released yet, so this migration follows ``tables``. The next migratio
 from __future__ import annotations
 
 from alembic import op
+
 from everstep_controller.store import tables
 
 revision = "0001"
@@ -23,26 +24,26 @@ _PARTIAL_INDEXES = (
 _SQLITE_TRIGGERS = (
     """
 CREATE TRIGGER audit_refuses_UPDATE BEFORE UPDATE ON audit
-BEGIN SELECT RAISE(ABORT, 'the audit log is append-only'); END
+BEGIN SELECT RAISE(ABORT, 'the event log is append-only'); END
 """,
     # INSERT OR REPLACE deletes the old row without asking the triggers for DELETE, unless recursive_triggers is on.
     """
 CREATE TRIGGER audit_refuses_INSERT BEFORE INSERT ON audit
 WHEN NEW.id <= (SELECT max(id) FROM audit)
-BEGIN SELECT RAISE(ABORT, 'the audit log is append-only'); END
+BEGIN SELECT RAISE(ABORT, 'the event log is append-only'); END
 """,
     """
 CREATE TRIGGER audit_refuses_DELETE BEFORE DELETE ON audit
 WHEN OLD.id > COALESCE((SELECT value FROM meta WHERE key = CASE
   WHEN (OLD.kind LIKE 'operator.%' OR OLD.kind LIKE 'credential.%') AND OLD.kind <> 'credential.enrolled'
   THEN 'orders_pruned' ELSE 'audit_pruned' END), 0)
-BEGIN SELECT RAISE(ABORT, 'the audit log is append-only'); END
+BEGIN SELECT RAISE(ABORT, 'the event log is append-only'); END
 """,
 )
 _POSTGRESQL_TRIGGERS = (
     """
 CREATE FUNCTION everstep_append_only() RETURNS trigger LANGUAGE plpgsql AS
-$$ BEGIN RAISE EXCEPTION 'the audit log is append-only'; END $$
+$$ BEGIN RAISE EXCEPTION 'the event log is append-only'; END $$
 """,
     """
 CREATE TRIGGER audit_is_append_only BEFORE UPDATE OR TRUNCATE ON audit
@@ -55,7 +56,7 @@ orders_pruned bigint := COALESCE((SELECT value FROM meta WHERE key = 'orders_pru
 BEGIN
 IF EXISTS (SELECT 1 FROM gone WHERE id > CASE
   WHEN (kind LIKE 'operator.%' OR kind LIKE 'credential.%') AND kind <> 'credential.enrolled'
-  THEN orders_pruned ELSE pruned END) THEN RAISE EXCEPTION 'the audit log is append-only'; END IF;
+  THEN orders_pruned ELSE pruned END) THEN RAISE EXCEPTION 'the event log is append-only'; END IF;
 RETURN NULL;
 END $$
 """,

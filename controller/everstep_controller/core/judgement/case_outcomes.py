@@ -9,7 +9,7 @@ import msgspec
 from everstep.ids import Version
 from everstep.vocabulary import (
     Action,
-    AuditLink,
+    AuditKind,
     Decision,
     Finding,
     FindingKind,
@@ -19,20 +19,22 @@ from everstep.vocabulary import (
     Severity,
 )
 from everstep.wire.v1.training import GenerationSpec, ProbeFinished, VersionSealed
+from everstep_controller.core import maintenance
 from everstep_controller.core.checkpoints.commits import (
     DigestVote,
     record_seal,
     roll_back_before,
     roll_back_to_clean,
 )
-from everstep_controller.core.health import control_group, diagnostics, maintenance, offences, quarantine
-from everstep_controller.core.health.audit_reports import note_incomparable_digests
-from everstep_controller.core.health.audit_switch import switch_off, switch_votes_off
-from everstep_controller.core.health.eviction import is_serving
-from everstep_controller.core.health.findings import judge_by_rule, judge_controller_findings, recheck_undecided
+from everstep_controller.core.health import diagnostics, offences, quarantine
 from everstep_controller.core.health.node_state import CORDONED_STATES
 from everstep_controller.core.jobs import ending
 from everstep_controller.core.jobs.generations import RegroupCause, note_beyond_boundary, regroup
+from everstep_controller.core.judgement import control_group
+from everstep_controller.core.judgement.audit_reports import note_incomparable_digests
+from everstep_controller.core.judgement.audit_switch import switch_off, switch_votes_off
+from everstep_controller.core.judgement.findings import judge_controller_findings, recheck_undecided
+from everstep_controller.core.judgement.verdicts import FindingReport, is_serving, settle
 from everstep_controller.core.policy import BlameIsolationMethod
 from everstep_controller.core.records import (
     DiagnosticsStatus,
@@ -93,11 +95,11 @@ def fails_for_kept_culprits(transition: Transition, job: JobRecord, description:
 
     The job would only compute the same wrong steps again. Its end cannot be revoked, so it waits for the database.
     """
-    since = transition.now - transition.policy.job_failure_window_s
+    since = transition.now - transition.policy.regroups.failure_window_s
     times = [*(at for at in job.failures.kept_culprit_times if at > since), transition.now]
     job.failures.kept_culprit_times = times
     transition.mark_job_changed(job.job)
-    is_over = len(times) >= transition.policy.digest_tie_count and job.is_running
+    is_over = len(times) >= transition.policy.audits.digest_tie_count and job.is_running
     if not is_over or transition.state.database_outage:
         return False
     results = "digests" if kind is FindingKind.DIGEST_MISMATCH else "results in audits"
@@ -121,14 +123,14 @@ def evict_divergent(
     """Evict divergent nodes at once; the caller regroups ``job``. Return False if one was kept in service."""
     transition.regroup_claimed.add(job.job)
     for node in nodes:
-        if not is_serving(transition, node):
+        if not is_serving(transition.state, node):
             continue
         _raise_mismatch(transition, node, description, Severity.CRITICAL, kind, evidence)
         judge_controller_findings(transition)
-        if not is_serving(transition, node):
+        if not is_serving(transition.state, node):
             _clear_tied_nodes(transition, node)
     transition.regroup_claimed.discard(job.job)
-    return not any(is_serving(transition, node) for node in nodes)
+    return not any(is_serving(transition.state, node) for node in nodes)
 
 
 def _clear_tied_nodes(transition: Transition, divergent_node: str) -> None:
@@ -147,7 +149,7 @@ def _clear_tied_nodes(transition: Transition, divergent_node: str) -> None:
                     finding.kind is FindingKind.AUDIT_MISMATCH and finding.subject in (_TIE_SUBJECT, _UNDECIDED_SUBJECT)
                 )
             ]
-            offences.clear_controller_findings(transition, node, mismatches)
+            transition.clear_findings(node, mismatches)
     transition.state.nodes[divergent_node].health.digest_tie_nodes = []
 
 
@@ -197,7 +199,7 @@ def settle_digest_case(transition: Transition, case: BlameCase) -> None:
             f"{case.summary}; all compute tests with known results passed: {', '.join(case.suspects)} stay in service "
             "and remain suspected"
         )
-        transition.audit("blame_isolation.inconclusive", words, job=job.job, trace=case.trace)
+        transition.log_event("blame_isolation.inconclusive", words, job=job.job, trace=case.trace)
     if not job.is_running:
         return
     group = _audited_group(case) if kind is FindingKind.AUDIT_MISMATCH else None
@@ -208,7 +210,7 @@ def settle_digest_case(transition: Transition, case: BlameCase) -> None:
     elif not out and not case.failed:
         version = transition.state.job_runtime[job.job].commits.settled_version
         switch_votes_off_after_ties(transition, job, version, list(case.suspects), case.summary)
-    elif out or any(job.is_seated(node) and not is_serving(transition, node) for node in case.failed):
+    elif out or any(job.is_seated(node) and not is_serving(transition.state, node) for node in case.failed):
         sentence = f"{case.summary}; the culprit is found"
         if kind is FindingKind.AUDIT_MISMATCH:  # it has gone on computing since the tie
             step = min(int(finding.evidence["step"]) for finding in case.findings.values())
@@ -221,7 +223,7 @@ def _audited_group(case: BlameCase) -> AuditGroup | None:
     evidence = next((finding.evidence for finding in case.findings.values()), {})
     if "audit" not in evidence:
         return None
-    return AuditGroup(int(evidence["generation"]), int(evidence["step"]), AuditLink(evidence["audit"]))
+    return AuditGroup(int(evidence["generation"]), int(evidence["step"]), AuditKind(evidence["audit"]))
 
 
 def switch_off_after_ties(
@@ -234,7 +236,7 @@ def switch_off_after_ties(
     count = _count_tie(transition, job)
     if not count:
         return False
-    sentence = control_group.describe_ties(group.link, description, count)
+    sentence = control_group.describe_ties(group.audit, description, count)
     switch_off(transition, job, group, sentence)
     _keep_suspected(transition, tied, sentence, FindingKind.AUDIT_MISMATCH)
     return True
@@ -260,7 +262,7 @@ def _count_tie(transition: Transition, job: JobRecord) -> int:
         return 0
     since = transition.now - _tie_memory_s(transition)
     times = [*(at for at in job.failures.digest_tie_times if at > since), transition.now]
-    is_too_many = len(times) >= transition.policy.digest_tie_count
+    is_too_many = len(times) >= transition.policy.audits.digest_tie_count
     job.failures.digest_tie_times = [] if is_too_many else times
     transition.mark_job_changed(job.job)
     return len(times) if is_too_many else 0
@@ -272,7 +274,7 @@ def _keep_suspected(transition: Transition, tied: Sequence[str], sentence: str, 
         if node in transition.state.nodes:
             finding = transition.make_finding(kind, _UNDECIDED_SUBJECT, Severity.CRITICAL, sentence)
             finding = msgspec.structs.replace(finding, mode=Mode.OBSERVE)
-            offences.raise_controller_finding(transition, node, finding, _tie_memory_s(transition))
+            transition.raise_finding(node, finding, _tie_memory_s(transition))
 
 
 def _settle_by_history(
@@ -332,7 +334,7 @@ def _raise_mismatch(
     existing = transition.state.nodes[node].health.controller_findings.get(finding.key)
     if not is_proven and existing is not None and existing.severity is Severity.CRITICAL:
         return existing
-    offences.raise_controller_finding(transition, node, finding, 0.0 if is_proven else _tie_memory_s(transition))
+    transition.raise_finding(node, finding, 0.0 if is_proven else _tie_memory_s(transition))
     return finding
 
 
@@ -344,18 +346,18 @@ def handle_probe_finished(transition: Transition, node: str, report: ProbeFinish
     _apply_outcome(transition, diagnostics.record_probe_result(transition, node, report))
 
 
-def check_probe_deadline(transition: Transition, name: str) -> None:
-    """Check a probe at its deadline."""
+def settle_overdue_probe(transition: Transition, name: str) -> None:
+    """Settle a probe whose deadline has passed."""
     _apply_outcome(transition, diagnostics.time_out_probe(transition, name))
 
 
-def check_blame_case(transition: Transition, name: str) -> None:
-    """Check a blame case at its deadline, or when a suspect waits for a partner."""
+def advance_blame_case(transition: Transition, name: str) -> None:
+    """Continue a blame case at its deadline, or when a suspect waits for a partner."""
     _settle_if_over(transition, diagnostics.retry_blame_case(transition, name))
 
 
-def check_node_treatment(transition: Transition, node: str) -> None:
-    """Check everything in a node's treatment that may be due."""
+def advance_treatment(transition: Transition, node: str) -> None:
+    """Do everything in a node's treatment that is due."""
     record = transition.state.nodes[node]
     maintenance.end_if_due(transition, node)
     if record.state is NodeState.HELD:
@@ -364,11 +366,11 @@ def check_node_treatment(transition: Transition, node: str) -> None:
     offences.expire_controller_findings(transition, node)
     recheck_undecided(transition, node)
     if record.state is NodeState.QUARANTINED:
-        quarantine.check_quarantine(transition, node)
+        quarantine.reconsider_quarantine(transition, node)
         return
     if quarantine.can_retry_diagnostic(transition, node):
         quarantine.run_next_diagnostic(transition, node)
-    quarantine.check_probation(transition, node)
+    quarantine.reconsider_probation(transition, node)
 
 
 def _apply_outcome(transition: Transition, outcome: diagnostics.ProbeOutcome | None) -> None:
@@ -387,13 +389,13 @@ def _suspect_link(transition: Transition, outcome: diagnostics.ProbeOutcome) -> 
     """After a slow all-reduce ordered by an operator, try both ends with partners known to be good."""
     for node in outcome.probe.nodes:
         peers = [other for other in outcome.probe.nodes if other != node]
-        if not peers or not is_serving(transition, node):
+        if not peers or not is_serving(transition.state, node):
             continue
         subject, evidence = (peers[0], {"peer": peers[0]}) if len(peers) == 1 else (outcome.probe_id, None)
         finding = transition.make_finding(
             FindingKind.NETWORK_SLOW_LINK, subject, Severity.WARNING, outcome.failure, evidence=evidence
         )
-        offences.raise_controller_finding(transition, node, finding, transition.policy.probe_retry_s)
+        transition.raise_finding(node, finding, transition.policy.probes.retry_s)
 
 
 def _settle_if_over(transition: Transition, case: BlameCase | None) -> None:
@@ -412,33 +414,33 @@ def _settle_if_over(transition: Transition, case: BlameCase | None) -> None:
         for node in case.passed:
             own = transition.state.nodes[node].health.controller_findings
             slow = [key for key, finding in own.items() if finding.kind is FindingKind.NETWORK_SLOW_LINK]
-            offences.clear_controller_findings(transition, node, slow)
+            transition.clear_findings(node, slow)
 
 
 def _settle_pair(transition: Transition, case: BlameCase) -> None:
     """Settle a pair: a suspect that fails with a good partner is at fault; if none fails, the link is suspected."""
     for node in case.suspects:
         record = transition.state.nodes[node]
-        if node in case.failed and is_serving(transition, node):
+        if node in case.failed and is_serving(transition.state, node):
             proof = f"{case.summary}; it also failed with a known-good partner: {case.failed[node]}"
             _judge_proven(transition, node, case.findings[node], proof)
         elif record.state is NodeState.PROBATION and record.quarantine.diagnostics is DiagnosticsStatus.WAITING:
             _settle_return(transition, case, node)
-        elif node in case.inconclusive and is_serving(transition, node):
+        elif node in case.inconclusive and is_serving(transition.state, node):
             words = f"{case.summary}; {case.inconclusive[node]}, so no node is found at fault: inspect {node}"
             transition.add_verdict(node, Decision.RECOMMEND, words, evidence=(case.findings[node],), trace=case.trace)
     if not case.failed and not case.inconclusive:
         others = " and ".join(case.suspects)
         blame = f"the link between {others} is suspected" if len(case.suspects) > 1 else f"{others} is cleared"
         words = f"{case.summary}; each node passed with a known-good partner: {blame}; no node is evicted"
-        transition.audit("blame_isolation.inconclusive", words, trace=case.trace)
+        transition.log_event("blame_isolation.inconclusive", words, trace=case.trace)
 
 
 def _judge_proven(transition: Transition, node: str, finding: Finding, proof: str) -> None:
     if finding.key in transition.state.nodes[node].health.agent_findings:
-        judge_by_rule(transition, node, finding, proof=proof)
+        settle(transition, FindingReport(node=node, finding=finding, proof=proof))
     else:
-        offences.raise_controller_finding(transition, node, finding, transition.policy.probe_retry_s, proof)
+        transition.raise_finding(node, finding, transition.policy.probes.retry_s, proof)
 
 
 def _settle_return(transition: Transition, case: BlameCase, node: str) -> None:

@@ -1,6 +1,6 @@
 """Index the jobs that want a node and the job that computes on it, to avoid a search through all jobs.
 
-``NodeRuntime.jobs``, ``NodeRuntime.open_jobs`` and ``FleetState.job_by_node`` follow from the jobs' records. Whoever
+``NodeRuntime.jobs``, ``NodeRuntime.open_jobs`` and ``FleetState.job_by_node`` follow from the jobs' records. Code that
 changes a job's launchers, state or roster calls this module, which also offers nodes to the jobs that want one.
 """
 
@@ -65,9 +65,9 @@ def restore_job(state: FleetState, job: JobRecord) -> None:
 
 
 def drop_job(transition: Transition, name: JobId, sentence: str) -> None:
-    """Forget a job that is not running. ``sentence`` is the reason for the audit log."""
+    """Forget a job that is not running. ``sentence`` is the reason for the event log."""
     state = transition.state
-    transition.audit("job.forgotten", sentence, job=name)
+    transition.log_event("job.forgotten", sentence, job=name)
     _close(state, name)
     for node in state.job_runtime[name].nodes:
         state.node_runtime[node].jobs.pop(name, None)

@@ -7,7 +7,6 @@ from collections.abc import Collection
 from everstep.ids import GenerationNumber, Rank, Version
 from everstep.vocabulary import Finding, FindingKind
 from everstep_controller.core.checkpoints.commits import AUDIT_CONVICTION_KEY
-from everstep_controller.core.health import offences
 from everstep_controller.core.health.eviction import withdraw_eviction
 from everstep_controller.core.records import MAX_AUDIT_NOTES, AuditStrike, JobRecord
 from everstep_controller.core.state import AuditGroup
@@ -39,12 +38,12 @@ def switch_off(
         ranks: The ranks on which it differed.
         cleared: Why what the audit said against nodes was wrong, which is then withdrawn; empty: it stands.
     """
-    job.audits.off[group.link] = sentence
+    job.audits.off[group.audit] = sentence
     transition.mark_job_changed(job.job)
     live = transition.state.job_runtime[job.job].audits
-    live.cases = {key: case for key, case in live.cases.items() if key.link is not group.link}
-    data = {"audit": str(group.link), "step": str(group.step), "ranks": ", ".join(map(str, sorted(ranks)))}
-    transition.audit("audit.switched_off", sentence, job=job.job, generation=group.generation, data=data)
+    live.cases = {key: case for key, case in live.cases.items() if key.audit is not group.audit}
+    data = {"audit": str(group.audit), "step": str(group.step), "ranks": ", ".join(map(str, sorted(ranks)))}
+    transition.log_event("audit.switched_off", sentence, job=job.job, generation=group.generation, data=data)
     for node in list(transition.state.nodes) if cleared else ():
         _withdraw(transition, job, group, node, cleared)
 
@@ -56,34 +55,34 @@ def switch_votes_off(
     job.audits.voting_off_reason = sentence
     transition.mark_job_changed(job.job)
     data = {"audit": "digests", "version": str(version or ""), "ranks": ", ".join(map(str, sorted(ranks)))}
-    transition.audit("audit.switched_off", sentence, job=job.job, generation=job.progress.last_number, data=data)
+    transition.log_event("audit.switched_off", sentence, job=job.job, generation=job.progress.last_number, data=data)
 
 
 def _withdraw(transition: Transition, job: JobRecord, group: AuditGroup, node: str, reason: str) -> None:
     """Withdraw the strikes that rest on an audit that is off, and an eviction that rests on them."""
     record = transition.state.nodes[node]
-    kept = [one for one in record.audits.strikes if not _is_void(job, group, one)]
+    kept = [strike for strike in record.audits.strikes if not _is_void(job, group, strike)]
     finding = record.health.controller_findings.get(AUDIT_CONVICTION_KEY)
     if len(kept) == len(record.audits.strikes) and not _rests_on_group(job, group, finding):
         return
     record.audits.strikes = kept
     transition.mark_node_changed(node)
     withdraw_suspicion(transition, job, node, reason, group.generation)
-    if finding is not None and (finding.evidence.get("job"), finding.evidence.get("audit")) == (job.job, group.link):
+    if finding is not None and (finding.evidence.get("job"), finding.evidence.get("audit")) == (job.job, group.audit):
         withdraw_eviction(transition, node, AUDIT_CONVICTION_KEY, reason)
-        offences.clear_controller_findings(transition, node, [AUDIT_CONVICTION_KEY], f"{node} is cleared: {reason}")
+        transition.clear_findings(node, [AUDIT_CONVICTION_KEY], f"{node} is cleared: {reason}")
     if not kept:
-        offences.clear_controller_findings(transition, node, [STRIKE_KEY], f"{node} is cleared: {reason}")
+        transition.clear_findings(node, [STRIKE_KEY], f"{node} is cleared: {reason}")
 
 
 def _is_void(job: JobRecord, group: AuditGroup, strike: AuditStrike) -> bool:
-    is_of_audit = (strike.job, strike.link) == (job.job, group.link)
+    is_of_audit = (strike.job, strike.audit) == (job.job, group.audit)
     return is_of_audit and (strike.on_own_word or strike.generation == group.generation)
 
 
 def _rests_on_group(job: JobRecord, group: AuditGroup, finding: Finding | None) -> bool:
     """Return whether a conviction rests on statements of this audit in this step."""
-    said = (job.job, str(group.generation), str(group.step), str(group.link))
+    said = (job.job, str(group.generation), str(group.step), str(group.audit))
     names = ("job", "generation", "step", "audit")
     return finding is not None and tuple(finding.evidence.get(name) for name in names) == said
 
@@ -95,4 +94,4 @@ def withdraw_suspicion(
     words = f"a suspicion against {node} was withdrawn: {reason}"
     job.audits.withdrawn = [*job.audits.withdrawn, words][-MAX_AUDIT_NOTES:]
     transition.mark_job_changed(job.job)
-    transition.audit("audit.suspicion_withdrawn", words, node=node, job=job.job, generation=generation)
+    transition.log_event("audit.suspicion_withdrawn", words, node=node, job=job.job, generation=generation)

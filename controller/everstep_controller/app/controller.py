@@ -13,13 +13,14 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from everstep import __version__
 from everstep.clock import Clock
 from everstep_controller.api import endpoints, login, routes, web_page
-from everstep_controller.api.admission import AdmissionControl
-from everstep_controller.api.auth import Authenticator
-from everstep_controller.api.credentials import CredentialStore, Keyring
+from everstep_controller.api.admission import LIMITS, AdmissionControl
 from everstep_controller.api.history import HistoryRoutes
-from everstep_controller.api.identity_provider import IdentityProvider
+from everstep_controller.api.job_output import OutputReader
 from everstep_controller.api.operators import CredentialRoutes, OperatorRoutes, PolicyRoutes
-from everstep_controller.api.stream import AuditFeed, StreamReservations
+from everstep_controller.api.stream import EventFeed, StreamReservations
+from everstep_controller.auth.authenticator import Authenticator
+from everstep_controller.auth.credentials import CredentialStore, Keyring
+from everstep_controller.auth.identity_provider import IdentityProvider
 from everstep_controller.config import ControllerSettings
 from everstep_controller.core import engine
 from everstep_controller.core.state import FleetState
@@ -27,6 +28,7 @@ from everstep_controller.journal.policy_replay import PolicyTrialRunner
 from everstep_controller.journal.recorder import Journal
 from everstep_controller.leadership.leader_checks import EpochCheck, StandbyMonitor
 from everstep_controller.leadership.lease_candidate import ElectedState
+from everstep_controller.policy.rulebook import with_rules
 from everstep_controller.read_models import fleet_views
 from everstep_controller.read_models.fleet_views import ProgressRecorder, ReadModels
 from everstep_controller.read_models.otlp_traces import TraceExporter
@@ -34,20 +36,20 @@ from everstep_controller.read_models.prometheus import FleetCollector, Metrics
 from everstep_controller.read_models.recovery_spans import RecoverySpanBuilder
 from everstep_controller.remediation.remediator import Remediator
 from everstep_controller.remediation.service import RemediationService
-from everstep_controller.rulebook import with_rules
 from everstep_controller.runtime import startup_state
 from everstep_controller.runtime.agent_requests import AgentRequests
 from everstep_controller.runtime.clock import ClockMonitor, SteadyTime, clock_set_back_s
-from everstep_controller.runtime.commit_buffer import DatabaseOutage
+from everstep_controller.runtime.intake import Urgency
 from everstep_controller.runtime.loop import FleetLoop
 from everstep_controller.runtime.push import Outbox
 from everstep_controller.runtime.rate_limits import EventQuota, run_suppressed_reports
-from everstep_controller.runtime.transaction import AuditNumbers
+from everstep_controller.runtime.transaction import EventNumbers
 from everstep_controller.server import connections
 from everstep_controller.server.agent_service import AgentService, SerialQueue
 from everstep_controller.store import table_access
+from everstep_controller.store.database_errors import DatabaseOutage
 from everstep_controller.store.retention import RetentionLimits, run_retention
-from everstep_controller.store.rows import AuditRow, LoadedState
+from everstep_controller.store.rows import EventLogRow, LoadedState
 from everstep_controller.store.threads import DatabaseStore
 
 MakeRemediator = Callable[[], Remediator]
@@ -78,8 +80,8 @@ class Controller:
         self._provider = provider
         self._clock = clock
         self.epoch_check = EpochCheck(tenure, keyring, clock, loaded.epoch) if tenure is not None else None
-        self.metrics = Metrics()
-        self.feed = AuditFeed(loaded.newest_audit)
+        self.metrics = Metrics(urgencies=Urgency, request_limits=LIMITS)
+        self.feed = EventFeed(loaded.newest_event)
         self._traces = TraceExporter(settings.otlp_endpoint, settings.name) if settings.otlp_endpoint else None
         self._spans = RecoverySpanBuilder(self._traces.export) if self._traces is not None else None
         self.outbox = Outbox(loaded.epoch, loaded.outbox)
@@ -87,14 +89,15 @@ class Controller:
         self.journal = _open_journal(settings)
         self.steady = SteadyTime(clock, loaded.newest_at)
         self.quota = EventQuota(
-            settings.audit_entries_per_node_burst,
-            settings.audit_entries_per_node_per_s,
+            settings.events_per_node_burst,
+            settings.events_per_node_per_s,
             self.metrics.events_suppressed.inc,
         )
         self.loop = self._fleet_loop(state, loaded)
         self.remediation = RemediationService(settings, make_remediator(), self.loop, loaded, store)
         self.view_context = self._view_context(state, loaded.epoch)
         self.progress = ProgressRecorder(state, self.loop.now)
+        self.output = OutputReader(settings.launcher_state_dir)
         self.standby_watch = StandbyMonitor(settings, self.loop, clock)
         self._gauges = FleetCollector(self.view_context, self.metrics, self.loop.read_models)
         self.metrics.registry.register(self._gauges)
@@ -125,9 +128,9 @@ class Controller:
             commit=self.store.commit,
             clock=self.steady,
             metrics=self.metrics,
-            audit_numbers=AuditNumbers(loaded.newest_audit),
+            event_numbers=EventNumbers(loaded.newest_event),
             read_models=ReadModels(state.jobs.values()),
-            on_audit=self._publish_audit,
+            on_events=self._publish_events,
             on_remediations=lambda rows: self.remediation.executor.enqueue(rows),
             decide=self.journal.decide if self.journal else engine.handle,
             quota=self.quota,
@@ -209,8 +212,8 @@ class Controller:
         settings = self._settings
         return RetentionLimits(
             since=min(self.loop.now(), self._clock.wall()) - settings.retention_days * 86400,
-            events=settings.retention_max_audit_entries,
-            orders=settings.retention_audit_of_people,
+            events=settings.retention_max_events,
+            orders=settings.retention_max_events_by_people,
             rows=settings.retention_max_history_rows,
             generations=settings.retention_generations_per_job,
         )
@@ -235,13 +238,14 @@ class Controller:
             task.cancel()
         await asyncio.wait(tasks)
         await self.remediation.stop()
+        self.output.close()
         if self._traces is not None:
             await asyncio.to_thread(self._traces.close)
         if self.journal is not None:
             await asyncio.to_thread(self.journal.close)
         await asyncio.to_thread(self.store.close)
 
-    def _publish_audit(self, rows: list[AuditRow]) -> None:
+    def _publish_events(self, rows: list[EventLogRow]) -> None:
         self.feed.publish(rows)
         if self._spans is not None:
             self._spans.record(rows)
@@ -268,7 +272,7 @@ class Controller:
         on_cut = self.metrics.streams_cut.inc
         history = HistoryRoutes(self.view_context, self.store, self.feed, gate, admission, readers, on_cut)
         app.add_api_route(routes.PLAIN_ROUTES["stream"].path, history.stream, methods=["GET"], include_in_schema=False)
-        operators = OperatorRoutes(self.view_context, self.loop, self.store, self.progress)
+        operators = OperatorRoutes(self.view_context, self.loop, self.store, self.progress, self.output)
         trials = PolicyTrialRunner(settings.journal_dir, self.journal.drain if self.journal is not None else None)
         policies = PolicyRoutes(self.view_context, trials, settings.policy_origins)
         for table, handlers in (

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from everstep.errors import ConfigurationError
-from everstep.settings import parse_toml
+from everstep.settings import parse_toml, suggest_key
 from everstep.vocabulary import FindingKind
 from everstep.wire.v1.operator_history import PolicyChange, PolicyCheckResult, PolicyDocument
 from everstep_controller.core.policy import (
@@ -23,7 +23,7 @@ from everstep_controller.core.policy import (
     VerdictRule,
 )
 
-POLICY_FOLDER = Path(__file__).parent / "policy"
+POLICY_FOLDER = Path(__file__).parent
 
 
 class PolicyFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -140,8 +140,7 @@ def _contradictions(rule: VerdictRule) -> tuple[tuple[bool, str], ...]:
 
 def policy_document(policy: CorePolicy, origins: Mapping[str, str] | None = None) -> PolicyDocument:
     """Return the policy in the form shown to people; ``origins`` are the sources of values that are not shipped."""
-    knobs: dict[str, Any] = msgspec.to_builtins(policy)
-    del knobs["rules"]
+    knobs = msgspec.to_builtins(policy.values())
     rules = (rule for kind in policy.rules.rules_by_kind.values() for rule in kind)
     shown = tuple(msgspec.to_builtins(rule) for rule in rules)
     return PolicyDocument(knobs=knobs, rules=shown, origins=dict(origins or {}))
@@ -149,11 +148,17 @@ def policy_document(policy: CorePolicy, origins: Mapping[str, str] | None = None
 
 def apply_change(policy: CorePolicy, change: PolicyChange) -> CorePolicy:
     """Return the policy with the change applied. Raises ConfigurationError, which says how to correct the change."""
-    if "rules" in change.knobs:
-        raise ConfigurationError("`rules` is not a [policy] setting: put rules into [[rule]] tables")
-    knobs: dict[str, Any] = {name: getattr(policy, name) for name in policy.__struct_fields__ if name != "rules"}
+    known = policy.values()
+    tables: dict[str, dict[str, Any]] = {}
+    for name, value in (known | change.knobs).items():
+        if name == "rules":
+            raise ConfigurationError("`rules` is not a [policy] setting: put rules into [[rule]] tables")
+        if name not in known:
+            raise ConfigurationError(f"unknown policy setting `{name}`; {suggest_key(name, known)}")
+        table, field = name.split(".")
+        tables.setdefault(table, {})[field] = value
     try:
-        changed = msgspec.convert({**knobs, **change.knobs}, CorePolicy, strict=False)
+        changed = msgspec.convert(tables, CorePolicy, strict=False)
     except msgspec.ValidationError as error:
         raise ConfigurationError(f"invalid policy setting: {error}") from error
     return msgspec.structs.replace(changed, rules=override_rules(policy.rules, change.rules)).validate()

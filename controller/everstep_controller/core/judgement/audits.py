@@ -13,7 +13,7 @@ from itertools import chain
 import msgspec
 
 from everstep.ids import NodeId, Rank
-from everstep.vocabulary import AuditLink, AuditRole
+from everstep.vocabulary import AuditKind, AuditRole
 from everstep.wire.v1.training import AuditsClean, AuditStatement, GenerationSpec
 from everstep_controller.core.checkpoints.commits import verify_audit_candidate
 from everstep_controller.core.records import JobRecord, NodeRecord, node_kind
@@ -26,10 +26,10 @@ MAX_STATEMENTS = 8
 """Maximum number of statements in a case; three ranks take part."""
 MAX_JUDGED = 256
 """Number of judged cases of a job that are remembered."""
-_COMPUTED_AGAIN = (AuditLink.RECOMPUTE, AuditLink.MATMUL, AuditLink.PEER_REPLAY, AuditLink.UPDATE)
-"""Links whose witnesses compute the owner's work again. In the others they compare bytes that were sent."""
-_ON_OWN_WORD = (AuditLink.STATE, AuditLink.CHECKPOINT)
-"""Links whose work cannot be done again: the owner compares bytes with what they were."""
+_COMPUTED_AGAIN = (AuditKind.MATMUL, AuditKind.PEER_REPLAY, AuditKind.UPDATE)
+"""Kinds of audit whose witnesses compute the owner's work again. In the others they compare bytes that were sent."""
+_ON_OWN_WORD = (AuditKind.STATE, AuditKind.CHECKPOINT)
+"""Kinds of audit whose work cannot be done again: the owner compares bytes with what they were."""
 
 
 # ---- judgement
@@ -111,7 +111,7 @@ OUTCOMES: Mapping[type[AuditJudgement], str] = {
 }
 """Names of the outcomes in metrics."""
 PROGRAM = "program"
-"""Outcome of cases that the program has caused, whatever they say of ranks (``core.health.control_group``)."""
+"""Outcome of cases that the program has caused, whatever they say of ranks (``core.judgement.control_group``)."""
 
 
 def judge(
@@ -124,14 +124,14 @@ def judge(
         nodes: The node of each rank that made one.
         kinds: What each rank computes with; empty if unknown. None: as the statements say.
     """
-    kinds = {one.rank: one.kind for one in statements} if kinds is None else kinds
-    owner = next((one for one in statements if one.role is AuditRole.OWNER), None)
-    if owner is None or owner.link not in _COMPUTED_AGAIN:
+    kinds = {statement.rank: statement.kind for statement in statements} if kinds is None else kinds
+    owner = next((statement for statement in statements if statement.role is AuditRole.OWNER), None)
+    if owner is None or owner.audit not in _COMPUTED_AGAIN:
         return _judge_same_kind(statements, nodes)
-    other = next((one for one in statements if _differ(kinds[one.rank], kinds[owner.rank])), None)
+    other = next((statement for statement in statements if _differ(kinds[statement.rank], kinds[owner.rank])), None)
     if other is None:
         return _judge_same_kind(statements, nodes)
-    same = [one for one in statements if not _differ(kinds[one.rank], kinds[owner.rank])]
+    same = [statement for statement in statements if not _differ(kinds[statement.rank], kinds[owner.rank])]
     judgement = _judge_same_kind(same, nodes)
     if not isinstance(judgement, Inconclusive):
         return judgement
@@ -155,11 +155,11 @@ def _differ(kind: str, other: str) -> bool:
 
 def _judge_same_kind(statements: Collection[AuditStatement], nodes: Mapping[Rank, NodeId]) -> AuditJudgement:
     """Judge statements of ranks whose results must be equal, at least one."""
-    by_role = {one.role: one for one in reversed(list(statements))}
+    by_role = {statement.role: statement for statement in reversed(list(statements))}
     owner, peer, arbiter = (by_role.get(role) for role in (AuditRole.OWNER, AuditRole.PEER, AuditRole.ARBITER))
     some = next(iter(statements))
     work = f"{some.unit} of step {some.step}"
-    difference = next((f"; {one.difference}" for one in statements if one.difference), "")
+    difference = next((f"; {statement.difference}" for statement in statements if statement.difference), "")
     if owner is None:
         words = f"an audit of {work} found a difference, but rank {some.owner} has not stated its results"
         return Inconclusive(words, is_incomplete=True)
@@ -173,7 +173,7 @@ def _judge_same_kind(statements: Collection[AuditStatement], nodes: Mapping[Rank
         return _Arbitration(owner, peer, arbiter, nodes, work, difference).judge()
     if (witness := peer or arbiter) is not None:
         return _judge_pair(owner, witness, nodes, work, difference)
-    if owner.link in _ON_OWN_WORD or owner.digest not in ("", owner.original):
+    if owner.audit in _ON_OWN_WORD or owner.digest not in ("", owner.original):
         return OwnerStrike(f"{_own_contradiction(owner, work)}{difference}", max(1, owner.wrong_results))
     words = f"an audit of {work} of rank {owner.rank} found a difference, but no other rank has stated its result"
     return Inconclusive(words, is_incomplete=True)
@@ -192,17 +192,17 @@ def accused_rank(judgement: AuditJudgement, owner: Rank) -> Rank | None:
 
 def is_cleared(owner: AuditStatement) -> bool:
     """Return whether a rank's gradients stood out, and its samples give the same ones on another node."""
-    return owner.link is AuditLink.GRADIENT_NORM and bool(owner.original) and owner.digest == owner.original
+    return owner.audit is AuditKind.GRADIENT_NORM and bool(owner.original) and owner.digest == owner.original
 
 
 def _own_contradiction(owner: AuditStatement, work: str) -> str:
-    if owner.link is AuditLink.STATE:
+    if owner.audit is AuditKind.STATE:
         return f"{work} of rank {owner.rank} changed in memory between two updates"
-    if owner.link is AuditLink.CHECKPOINT:
+    if owner.audit is AuditKind.CHECKPOINT:
         return f"{work} of rank {owner.rank} differs from the state that was copied"
-    if owner.link is AuditLink.GRADIENT_NORM:
+    if owner.audit is AuditKind.GRADIENT_NORM:
         return f"rank {owner.rank} computed {work} wrongly{' twice' if owner.wrong_results > 1 else ''}"
-    return f"rank {owner.rank} got two results for {work} (audit {owner.link})"
+    return f"rank {owner.rank} got two results for {work} (audit {owner.audit})"
 
 
 def _judge_pair(
@@ -279,7 +279,7 @@ class _Arbitration(msgspec.Struct, frozen=True):
 
     def _speak_for_one_node(self, witnesses: Collection[AuditStatement], accused: AuditStatement) -> bool:
         """Return whether the witnesses share a node, which could make them all say so, and accuse another node."""
-        nodes = {self.nodes[one.rank] for one in witnesses}
+        nodes = {self.nodes[witness.rank] for witness in witnesses}
         return len(nodes) == 1 and self.nodes[accused.rank] not in nodes
 
     def _one_node(self, witnesses: Collection[AuditStatement], accused: AuditStatement) -> str:
@@ -287,7 +287,7 @@ class _Arbitration(msgspec.Struct, frozen=True):
         return f"{where} and {other} got different results for {self.work}, and no third node decides{self.difference}"
 
     def _names(self, *statements: AuditStatement) -> str:
-        return " and ".join(dict.fromkeys(self.nodes[one.rank] for one in statements))
+        return " and ".join(dict.fromkeys(self.nodes[statement.rank] for statement in statements))
 
 
 # ---- cases
@@ -298,9 +298,9 @@ def record_statement(
 ) -> Sequence[Sequence[AuditCase]]:
     """Record a rank's statement about its own results. Return the groups that can be judged now; they are closed."""
     audits = transition.state.job_runtime[job.job].audits
-    key = AuditKey(report.generation, report.owner, report.step, report.link, report.unit)
+    key = AuditKey(report.generation, report.owner, report.step, report.audit, report.unit)
     case, spec = audits.cases.get(key), _generation_of(job, audits, key)
-    if key.link in job.audits.off:
+    if key.audit in job.audits.off:
         transition.count_ignored("audit_statement.audit_is_off")
     elif key in audits.judged or spec is None:
         transition.count_ignored("audit_statement.stale")
@@ -333,13 +333,13 @@ def _generation_of(job: JobRecord, audits: AuditRuntime, key: AuditKey) -> Gener
 
 def _settle_s(transition: Transition, case: AuditCase) -> float:
     """Return the seconds for which other ranks may say what they found. Norms are compared between ranks already."""
-    return 0.0 if case.key.link is AuditLink.GRADIENT_NORM else transition.policy.audit_settle_s
+    return 0.0 if case.key.audit is AuditKind.GRADIENT_NORM else transition.policy.audits.settle_s
 
 
 def _open_case(
     transition: Transition, job: JobRecord, audits: AuditRuntime, key: AuditKey, spec: GenerationSpec
 ) -> AuditCase:
-    due = transition.now + transition.policy.audit_case_s
+    due = transition.now + transition.policy.audits.case_s
     case = audits.cases[key] = AuditCase(key, spec, transition.now, due, transition.trace)
     transition.schedule_job(due, job.job)
     return case
@@ -347,19 +347,19 @@ def _open_case(
 
 def _is_complete(case: AuditCase) -> bool:
     """Return whether no further statement is to be expected."""
-    roles = {one.role for one in case.statements.values()}
+    roles = {statement.role for statement in case.statements.values()}
     owner = case.statements.get(case.key.owner)
     if owner is None:
         return False
     if (not owner.original and not owner.digest) or is_cleared(owner):
         return True
-    expects_arbiter = any(one.expects_arbiter for one in case.statements.values())
+    expects_arbiter = any(statement.expects_arbiter for statement in case.statements.values())
     if expects_arbiter and not {AuditRole.PEER, AuditRole.ARBITER} <= roles:
         return False
     if AuditRole.PEER in roles:
         return True
-    contradicts_itself = case.key.link in _ON_OWN_WORD or owner.digest not in ("", owner.original)
-    return case.key.link is not AuditLink.PEER_REPLAY and contradicts_itself
+    contradicts_itself = case.key.audit in _ON_OWN_WORD or owner.digest not in ("", owner.original)
+    return case.key.audit is not AuditKind.PEER_REPLAY and contradicts_itself
 
 
 def _close(audits: AuditRuntime, case: AuditCase) -> None:
@@ -390,16 +390,16 @@ def _is_settled(transition: Transition, job: JobRecord, cases: Sequence[AuditCas
     if transition.now < due:
         transition.schedule_job(due, job.job)
         return False
-    latest = min(case.opened_at for case in cases) + transition.policy.audit_case_s
+    latest = min(case.opened_at for case in cases) + transition.policy.audits.case_s
     running = job.running_generation
-    if first.key.link is AuditLink.GRADIENT_NORM or running is None or running.number != spec.number:
+    if first.key.audit is AuditKind.GRADIENT_NORM or running is None or running.number != spec.number:
         return True
     if transition.now >= latest:
         return True
     steps = transition.read_steps(job.job)
     if all(steps.get(rank, -1) >= first.key.step for rank in range(spec.world_size)):
         return True
-    due = min(latest, transition.now + transition.policy.audit_settle_s)
+    due = min(latest, transition.now + transition.policy.audits.settle_s)
     for case in cases:
         case.due = due
     transition.schedule_job(due, job.job)
@@ -407,7 +407,7 @@ def _is_settled(transition: Transition, job: JobRecord, cases: Sequence[AuditCas
 
 
 def record_judged_group(audits: AuditRuntime, case: AuditCase, accusations: Iterable[Accusation]) -> list[Accusation]:
-    """Remember whom a group accuses, and return that with what was said of it before."""
+    """Remember which ranks a group accuses, and return all its accusations so far."""
     group = case.key.group
     before = audits.judged_groups.pop(group, None)
     known = list(dict.fromkeys([*(before.accusations if before is not None else ()), *accusations]))
@@ -426,8 +426,8 @@ def list_accusations(case: AuditCase, judgement: AuditJudgement) -> list[Accusat
 def judge_case(case: AuditCase, records: Mapping[NodeId, NodeRecord]) -> AuditJudgement:
     """Judge a case by the statements that have arrived, among nodes of one kind."""
     statements = case.statements.values()
-    nodes = {one.rank: case.spec.node_of(one.rank) for one in statements}
-    if all(one.kind for one in statements):
+    nodes = {statement.rank: case.spec.node_of(statement.rank) for statement in statements}
+    if all(statement.kind for statement in statements):
         return judge(statements, nodes)
     kinds = {rank: node_kind(records[node].identity) if node in records else "" for rank, node in nodes.items()}
     return judge(statements, nodes, kinds)
@@ -440,15 +440,19 @@ def collect_statements(case: AuditCase, job: str) -> dict[str, str]:
         "job": job,
         "generation": str(key.generation),
         "step": str(key.step),
-        "audit": str(key.link),
+        "audit": str(key.audit),
         "unit": key.unit,
     }
-    for one in sorted(case.statements.values(), key=lambda one: list(AuditRole).index(one.role)):
-        results = [f"used {one.original}"] if one.original else []
-        results += [f"computed {one.digest}{' again' if one.role is AuditRole.OWNER else ''}"] if one.digest else []
-        where = f"rank {one.rank} on {case.spec.node_of(one.rank)}"
-        evidence.setdefault(f"{one.role}_statement", f"{where}: {', '.join(results) or 'no result'}")
-    if difference := next((one.difference for one in case.statements.values() if one.difference), ""):
+    for statement in sorted(case.statements.values(), key=lambda one: list(AuditRole).index(one.role)):
+        results = [f"used {statement.original}"] if statement.original else []
+        results += (
+            [f"computed {statement.digest}{' again' if statement.role is AuditRole.OWNER else ''}"]
+            if statement.digest
+            else []
+        )
+        where = f"rank {statement.rank} on {case.spec.node_of(statement.rank)}"
+        evidence.setdefault(f"{statement.role}_statement", f"{where}: {', '.join(results) or 'no result'}")
+    if difference := next((statement.difference for statement in case.statements.values() if statement.difference), ""):
         evidence["difference"] = difference
     return evidence
 

@@ -11,7 +11,7 @@ import msgspec
 from everstep.ids import storage_url_error
 from everstep.vocabulary import JobState, NodeState
 from everstep.wire.v1.agent import Domain
-from everstep.wire.v1.training import GenerationSpec, JobSpec
+from everstep.wire.v1.training import JobSpec
 from everstep_controller.core.records import JobRecord, max_seats, min_seats
 from everstep_controller.core.state import FleetState
 from everstep_controller.core.wording import format_node_count, join_names
@@ -57,7 +57,7 @@ def domain_of(domain: Domain, within: str) -> str:
     return domain.rack if within == "rack" else domain.switch
 
 
-class _Block(msgspec.Struct):
+class _RosterBlock(msgspec.Struct):
     """A block of the previous roster."""
 
     index: int
@@ -95,12 +95,12 @@ def choose_seats(
     total = min(max_count // block, sum(room.values()))
     old = [_survivors(at // block, previous[at : at + block], region, block) for at in range(0, len(previous), block)]
     kept = _blocks_to_keep(old, room, total)
-    placed = {node for one in kept.values() for node in one.seats if node is not None}
+    placed = {node for kept_block in kept.values() for node in kept_block.seats if node is not None}
     free: dict[str, deque[str]] = {domain: deque() for domain in room}
     for node, domain in region.items():
         if node not in placed:
             free[domain].append(node)
-    mended = {index: _filled(one.seats, free[one.domain]) for index, one in kept.items()}
+    mended = {index: _filled(kept_block.seats, free[kept_block.domain]) for index, kept_block in kept.items()}
     fresh = _new_blocks(region, free, room, total - len(kept), block)
     return _in_order(len(old), mended, fresh)
 
@@ -120,21 +120,21 @@ def _choose_single_nodes(previous: Sequence[str], able: Sequence[str], max_count
     return [*seats, *spares][:max_count]
 
 
-def _survivors(index: int, seats: Sequence[str], region: Mapping[str, str], block: int) -> _Block:
+def _survivors(index: int, seats: Sequence[str], region: Mapping[str, str], block: int) -> _RosterBlock:
     """Return what remains of a block. Nodes outside the domain of its majority no longer belong to it."""
     here = Counter(region[node] for node in seats if node in region)
     domain = max(here, key=here.__getitem__) if here else ""
     left = [node if region.get(node) == domain else None for node in seats]
-    return _Block(index, domain, [*left, *[None] * (block - len(left))])
+    return _RosterBlock(index, domain, [*left, *[None] * (block - len(left))])
 
 
-def _blocks_to_keep(old: list[_Block], room: dict[str, int], total: int) -> dict[int, _Block]:
+def _blocks_to_keep(old: list[_RosterBlock], room: dict[str, int], total: int) -> dict[int, _RosterBlock]:
     """Return up to ``total`` blocks, most complete first, and reduce the ``room`` in their domains."""
-    kept: dict[int, _Block] = {}
-    for one in sorted((b for b in old if b.domain), key=lambda b: (b.missing, b.index)):
-        if len(kept) < total and room[one.domain] > 0:
-            room[one.domain] -= 1
-            kept[one.index] = one
+    kept: dict[int, _RosterBlock] = {}
+    for block in sorted((b for b in old if b.domain), key=lambda b: (b.missing, b.index)):
+        if len(kept) < total and room[block.domain] > 0:
+            room[block.domain] -= 1
+            kept[block.index] = block
     return kept
 
 
@@ -158,20 +158,11 @@ def _in_order(places: int, mended: dict[int, list[str]], fresh: deque[list[str]]
     seats: list[str] = []
     for index in range(places):
         seats += mended[index] if index in mended else (fresh.popleft() if fresh else [])
-    return seats + [node for one in fresh for node in one]
+    return seats + [node for block in fresh for node in block]
 
 
 RostersByJob = dict[str, list[str]]
 """Roster that each job would get now."""
-
-
-def choose_store_node(seats: Sequence[str], previous: GenerationSpec | None) -> str:
-    """Return the node that hosts the store: the previous one if it stays, else the first that stays, else the first."""
-    if previous is None:
-        return seats[0]
-    if previous.store_node in seats:
-        return previous.store_node
-    return next((node for node in seats if node in previous.seated_nodes), seats[0])
 
 
 def seat_changes(previous: Sequence[str], seats: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -286,7 +277,7 @@ def eligible_nodes(
 
     def order(node: str) -> tuple[bool, float]:
         """Return the key by deferral and by the logarithm of ``offences.offender_score``, up to a constant."""
-        history, half_life_s = state.nodes[node].history, state.policy.offender_half_life_s
+        history, half_life_s = state.nodes[node].history, state.policy.offenders.half_life_s
         score = math.log2(history.offence_score) if history.offence_score else -math.inf
         return _is_eviction_deferred(state, node), score + history.offence_score_at / half_life_s
 

@@ -96,7 +96,7 @@ class IdentityProvider:
             self._waiting -= 1
 
     def _is_long_ago(self) -> bool:
-        """Return whether nobody has tried to fetch keys for as long as they last."""
+        """Return whether the last attempt to fetch keys is longer ago than keys last."""
         return self._clock.monotonic() >= self._refetch_at - REFETCH_INTERVAL_S + KEYS_LIFETIME_S
 
     async def _fetch_alone(self, is_enough: Callable[[], bool]) -> None:
@@ -131,7 +131,7 @@ class IdentityProvider:
     # --- tokens
 
     def verify(self, token: str) -> Identity:
-        """Return the person whom an ID or access token proves.
+        """Return the person that an ID or access token identifies.
 
         Raises:
             AuthenticationError: The token proves nothing.
@@ -227,7 +227,7 @@ class IdentityProvider:
 
 
 def person_name(claims: Mapping[str, Any], settings: OidcSettings) -> str:
-    """Return the name of a person in the audit log: subject and issuer, which identify, behind a readable name.
+    """Return the name of a person in the event log: subject and issuer, which identify, behind a readable name.
 
     No token of another kind can have such a name, because those have neither spaces nor colons.
     """

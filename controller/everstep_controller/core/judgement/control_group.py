@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
-from everstep.vocabulary import AuditLink
+from everstep.vocabulary import AuditKind
 from everstep_controller.core.state import Accusation
 from everstep_controller.core.wording import join_names, ranks_named
 
@@ -27,25 +27,24 @@ MIN_NODES_WITH_TIES = 3
 MAX_UNITS = 4
 """Most modules or parameters named in a sentence."""
 
-LIKELY_CAUSES: Mapping[AuditLink, str] = {
-    AuditLink.RECOMPUTE: "a module whose recomputation does something else than its first pass",
-    AuditLink.MATMUL: "a layer whose forward pass was replaced (quantisation), or weights written between the passes",
-    AuditLink.GRADIENT_NORM: "samples that all ranks share",
-    AuditLink.GRADIENT_BUFFER: (
+LIKELY_CAUSES: Mapping[AuditKind, str] = {
+    AuditKind.MATMUL: "a layer whose forward pass was replaced (quantisation), or weights written between the passes",
+    AuditKind.GRADIENT_NORM: "samples that all ranks share",
+    AuditKind.GRADIENT_BUFFER: (
         "a hook that changes gradients once they are accumulated, or a backward pass whose gradients are not sent "
         "(no_sync)"
     ),
-    AuditLink.COLLECTIVE: (
+    AuditKind.COLLECTIVE: (
         "gradients changed between their exchange and the update, gradients kept back by no_sync, or layers unfrozen "
         "after the model was wrapped"
     ),
-    AuditLink.PEER_REPLAY: (
+    AuditKind.PEER_REPLAY: (
         "a module that keeps state outside of its parameters and buffers, or that draws from a random generator of its "
         "own"
     ),
-    AuditLink.UPDATE: "a hook of the optimizer that changes gradients or parameters, such as clipping",
-    AuditLink.STATE: "parameters or moments written between two updates, such as by an EMA swap or by weight clipping",
-    AuditLink.CHECKPOINT: "state that the program writes while it is copied",
+    AuditKind.UPDATE: "a hook of the optimizer that changes gradients or parameters, such as clipping",
+    AuditKind.STATE: "parameters or moments written between two updates, such as by an EMA swap or by weight clipping",
+    AuditKind.CHECKPOINT: "state that the program writes while it is copied",
 }
 """What programs do that makes each audit differ."""
 VOTE_CAUSES = (
@@ -63,7 +62,7 @@ def has_common_cause(accusations: Collection[Accusation], seats: int, world_size
         seats: The number of nodes of the job.
         world_size: The number of ranks of the job.
     """
-    ranks, nodes = {one.rank for one in accusations}, {one.node for one in accusations}
+    ranks, nodes = {accusation.rank for accusation in accusations}, {accusation.node for accusation in accusations}
     if len(ranks) < 2:
         return False
     if seats == 1:
@@ -74,7 +73,7 @@ def has_common_cause(accusations: Collection[Accusation], seats: int, world_size
 
 
 def _accused_alone(accusations: Iterable[Accusation]) -> set[str]:
-    return {one.node for one in accusations if not one.is_tie}
+    return {accusation.node for accusation in accusations if not accusation.is_tie}
 
 
 def are_too_many(nodes: Collection[str], seats: int) -> bool:
@@ -82,28 +81,28 @@ def are_too_many(nodes: Collection[str], seats: int) -> bool:
     return len(nodes) >= 2 and (2 * len(nodes) >= seats or len(nodes) >= MANY_NODES)
 
 
-def describe_cause(link: AuditLink, step: int, ranks: Collection[int], units: Iterable[str], difference: str) -> str:
+def describe_cause(audit: AuditKind, step: int, ranks: Collection[int], units: Iterable[str], difference: str) -> str:
     """Return what makes the audit differ on ``ranks``, in words for the script's author."""
     names = join_names(list(dict.fromkeys(units)), MAX_UNITS)
     example = f" ({difference})" if difference else ""
     return (
-        f"audit {link} of step {step} differs on {ranks_named(ranks)}: {names}{example}. Hardware does not fail on so "
-        f"many nodes at once, so the program is the cause, likely {LIKELY_CAUSES[link]}. No node is accused, and "
-        f"audit {link} is off for the rest of this job"
+        f"audit {audit} of step {step} differs on {ranks_named(ranks)}: {names}{example}. Hardware does not fail on so "
+        f"many nodes at once, so the program is the cause, likely {LIKELY_CAUSES[audit]}. No node is accused, and "
+        f"audit {audit} is off for the rest of this job"
     )
 
 
-def describe_lone_rank(link: AuditLink, sentence: str) -> str:
+def describe_lone_rank(audit: AuditKind, sentence: str) -> str:
     """Return what a contradiction says in a job that has no other rank to compare with."""
     return (
-        f"{sentence}. The job has no other rank, so either the program is the cause, likely {LIKELY_CAUSES[link]}, or "
-        f"the GPU: test it (`dcgmi diag -r 3`). Nothing is undone, and audit {link} is off for the rest of this job"
+        f"{sentence}. The job has no other rank, so either the program is the cause, likely {LIKELY_CAUSES[audit]}, or "
+        f"the GPU: test it (`dcgmi diag -r 3`). Nothing is undone, and audit {audit} is off for the rest of this job"
     )
 
 
-def describe_ties(link: AuditLink, sentence: str, count: int) -> str:
+def describe_ties(audit: AuditKind, sentence: str, count: int) -> str:
     """Return what follows where two nodes differ again and again, and no third one decides."""
-    return _describe_undecided(sentence, count, LIKELY_CAUSES[link], f"audit {link} is off")
+    return _describe_undecided(sentence, count, LIKELY_CAUSES[audit], f"audit {audit} is off")
 
 
 def describe_vote_ties(sentence: str, count: int) -> str:

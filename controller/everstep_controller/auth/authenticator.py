@@ -7,6 +7,7 @@ import ipaddress
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
+from enum import StrEnum
 from types import MappingProxyType
 
 from everstep import oidc
@@ -22,13 +23,12 @@ from everstep.bearer_tokens import (
 )
 from everstep.clock import Clock
 from everstep.errors import AuthenticationError, PermissionDenied, RateLimited
-from everstep_controller.api.credentials import CredentialStore, Keyring
-from everstep_controller.api.identity_provider import PROVIDER_CREDENTIAL, IdentityProvider
-from everstep_controller.api.routes import RouteAccess
+from everstep_controller.auth.credentials import CredentialStore, Keyring
+from everstep_controller.auth.identity_provider import PROVIDER_CREDENTIAL, IdentityProvider
+from everstep_controller.auth.peers import CERTIFICATE_CREDENTIAL, UNKNOWN_PEER, ConnectionPeer
 from everstep_controller.config import ControllerSettings
 from everstep_controller.core.records import JobRecord
 from everstep_controller.runtime.rate_limits import TokenBuckets
-from everstep_controller.server.connections import CERTIFICATE_CREDENTIAL, UNKNOWN_PEER, ConnectionPeer
 
 log = logging.getLogger(__name__)
 
@@ -117,6 +117,18 @@ MAX_LOGIN_CHARS = 2048
 """Maximum characters of a token of a login, which contains the person's name and the issuer."""
 _BEARER = b"bearer "
 _BY_JOB = "job-"
+
+
+class RouteAccess(StrEnum):
+    """The token that a route requires."""
+
+    AGENT = "the node's agent"
+    READ = "a viewer or an operator"
+    JOB = "a viewer, an operator, or the job's trainers"
+    CHANGE = "an operator"
+    JOIN = "a node that joins"
+    OPEN = "none"
+
 
 ALLOWED_ROLES = MappingProxyType(
     {

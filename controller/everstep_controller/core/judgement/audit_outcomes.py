@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from everstep.ids import GenerationNumber
-from everstep.vocabulary import AuditLink, AuditRole, Decision, FindingKind, GenerationReason, Severity
+from everstep.vocabulary import AuditKind, AuditRole, Decision, FindingKind, GenerationReason, Severity
 from everstep.wire.v1.training import AuditStatement
 from everstep_controller.core.checkpoints.commits import (
     newest_version_before,
     roll_back_before,
 )
-from everstep_controller.core.health import audits, control_group, offences
-from everstep_controller.core.health.audit_reports import note_incomparable, report_difference
-from everstep_controller.core.health.audit_switch import STRIKE_SUBJECT, switch_off, withdraw_suspicion
-from everstep_controller.core.health.case_outcomes import (
+from everstep_controller.core.jobs.generations import RegroupCause, regroup
+from everstep_controller.core.judgement import audits, control_group
+from everstep_controller.core.judgement.audit_reports import note_incomparable, report_difference
+from everstep_controller.core.judgement.audit_switch import STRIKE_SUBJECT, switch_off, withdraw_suspicion
+from everstep_controller.core.judgement.case_outcomes import (
     evict_divergent,
     fails_for_kept_culprits,
     settle_tie,
     switch_off_after_ties,
 )
-from everstep_controller.core.jobs.generations import RegroupCause, regroup
 from everstep_controller.core.records import MAX_RECOMPUTED_STEPS, AuditStrike, JobRecord
 from everstep_controller.core.state import Accusation, AuditCase, AuditGroup
 from everstep_controller.core.transition import Transition
@@ -37,7 +37,7 @@ def handle_audit_statement(transition: Transition, job: JobRecord, node: str, re
         _settle_group(transition, job, cases)
 
 
-def check_audit_cases(transition: Transition, job: JobRecord) -> None:
+def judge_audit_cases(transition: Transition, job: JobRecord) -> None:
     """At a deadline, judge the cases about which no rank has more to say, or that wait no longer for statements."""
     for cases in audits.close_settled_groups(transition, job):
         _settle_group(transition, job, cases)
@@ -46,22 +46,22 @@ def check_audit_cases(transition: Transition, job: JobRecord) -> None:
 def _settle_group(transition: Transition, job: JobRecord, cases: Sequence[AuditCase]) -> None:
     """Judge the cases of one audit in one step, and draw the consequences, unless the program is the cause."""
     group, spec = cases[0].key.group, cases[0].spec
-    if group.link in job.audits.off:
+    if group.audit in job.audits.off:
         return
     judged = [(case, audits.judge_case(case, transition.state.nodes)) for case in cases]
-    accused = [one for case, judgement in judged for one in audits.list_accusations(case, judgement)]
+    accused = [accusation for case, judgement in judged for accusation in audits.list_accusations(case, judgement)]
     live = transition.state.job_runtime[job.job].audits
     known = audits.record_judged_group(live, cases[0], accused)
     is_alone = spec.world_size == 1 and bool(accused)
     is_program = is_alone or _is_program(transition, job, judged, known)
     _count_outcomes(transition, judged, is_program=is_program)
     if is_alone:
-        sentence = control_group.describe_lone_rank(group.link, judged[0][1].sentence)
+        sentence = control_group.describe_lone_rank(group.audit, judged[0][1].sentence)
         switch_off(transition, job, group, sentence, ranks=[0])
     elif is_program:
         sentence = _describe_common_cause(group, judged, known)
-        why = f"audit {group.link} of job {job.job} differs on several nodes, so the program is the cause"
-        switch_off(transition, job, group, sentence, ranks={one.rank for one in known}, cleared=why)
+        why = f"audit {group.audit} of job {job.job} differs on several nodes, so the program is the cause"
+        switch_off(transition, job, group, sentence, ranks={accusation.rank for accusation in known}, cleared=why)
     elif job.spec.sdc_mode == "report":
         for case, judgement in judged:
             report_difference(transition, job, case, judgement)
@@ -73,7 +73,7 @@ def _settle_group(transition: Transition, job: JobRecord, cases: Sequence[AuditC
 def _count_outcomes(transition: Transition, judged: JudgedCases, *, is_program: bool) -> None:
     counts = transition.state.audit_counts
     for case, judgement in judged:
-        outcome = case.key.link, audits.PROGRAM if is_program else audits.OUTCOMES[type(judgement)]
+        outcome = case.key.audit, audits.PROGRAM if is_program else audits.OUTCOMES[type(judgement)]
         counts[outcome] = counts.get(outcome, 0) + 1
 
 
@@ -88,7 +88,7 @@ def _differs_everywhere(transition: Transition, job: JobRecord, judged: JudgedCa
 
     A program whose fault depends on the samples shows on one rank in one step, and on another rank in a later one.
     """
-    link, spec = judged[0][0].key.link, judged[0][0].spec
+    audit, spec = judged[0][0].key.audit, judged[0][0].spec
     now = {
         case.spec.node_of(case.key.owner)
         for case, judgement in judged
@@ -98,21 +98,25 @@ def _differs_everywhere(transition: Transition, job: JobRecord, judged: JudgedCa
         node
         for node in spec.seats
         if (record := transition.state.nodes.get(node)) is not None
-        and any(one.job == job.job and one.link is link and one.on_own_word for one in record.audits.strikes)
+        and any(
+            strike.job == job.job and strike.audit is audit and strike.on_own_word for strike in record.audits.strikes
+        )
     }
     return bool(now) and control_group.are_too_many(now | before, len(spec.seats))
 
 
 def is_own_word(case: AuditCase) -> bool:
     """Return whether nothing speaks against the owner but its own results."""
-    return case.statements.keys() == {case.key.owner} and case.key.link is not AuditLink.GRADIENT_NORM
+    return case.statements.keys() == {case.key.owner} and case.key.audit is not AuditKind.GRADIENT_NORM
 
 
 def _describe_common_cause(group: AuditGroup, judged: JudgedCases, accused: Sequence[Accusation]) -> str:
-    statements = [one for case, _ in judged for one in case.statements.values()]
-    difference = next((one.difference for one in statements if one.difference), "")
+    statements = [statement for case, _ in judged for statement in case.statements.values()]
+    difference = next((statement.difference for statement in statements if statement.difference), "")
     units = [case.key.unit for case, _ in judged]
-    return control_group.describe_cause(group.link, group.step, {one.rank for one in accused}, units, difference)
+    return control_group.describe_cause(
+        group.audit, group.step, {accusation.rank for accusation in accused}, units, difference
+    )
 
 
 def _settle_audit(transition: Transition, job: JobRecord, case: AuditCase, judgement: audits.AuditJudgement) -> None:
@@ -161,20 +165,21 @@ def _add_strike(
     if record is None:
         return False
     coalesce_s = policy.rules.default_rule(FindingKind.AUDIT_MISMATCH).coalesce_s
-    strikes = [one for one in record.audits.strikes if one.at > transition.now - policy.audit_strike_window_s]
+    strikes = [strike for strike in record.audits.strikes if strike.at > transition.now - policy.audits.strike_window_s]
     before, generation = strikes[-1].sentence if strikes else "", case.key.generation
     # one fault shows in several audits; the regroup that undoes it ends the generation
     known = any(
-        (one.job, one.generation) == (job.job, generation) and one.at > transition.now - coalesce_s for one in strikes
+        (strike.job, strike.generation) == (job.job, generation) and strike.at > transition.now - coalesce_s
+        for strike in strikes
     )
     if not known:
         own_word = is_own_word(case)
-        strikes += [AuditStrike(transition.now, job.job, generation, description, case.key.link, own_word)] * count
+        strikes += [AuditStrike(transition.now, job.job, generation, description, case.key.audit, own_word)] * count
     record.audits.strikes = strikes[-MAX_STRIKES:]
     transition.mark_node_changed(node)
-    window = format_span(policy.audit_strike_window_s)
-    number = f"strike {min(len(strikes), policy.audit_strike_count)} of {policy.audit_strike_count} within {window}"
-    if len(strikes) >= policy.audit_strike_count:
+    window = format_span(policy.audits.strike_window_s)
+    number = f"strike {min(len(strikes), policy.audits.strike_count)} of {policy.audits.strike_count} within {window}"
+    if len(strikes) >= policy.audits.strike_count:
         _convict(transition, job, case, node, f"{description}; this is {number}", before)
         return True
     finding = transition.make_finding(
@@ -184,7 +189,7 @@ def _add_strike(
         description,
         evidence=audits.collect_statements(case, job.job),
     )
-    offences.raise_controller_finding(transition, node, finding, policy.audit_strike_window_s)
+    transition.raise_finding(node, finding, policy.audits.strike_window_s)
     words = f"{node}: {description}; it stays in service: this is {number}"
     transition.add_verdict(node, Decision.NO_ACTION, words, evidence=(finding,))
     return False
@@ -212,7 +217,7 @@ def _note_inconclusive(transition: Transition, job: JobRecord, case: AuditCase, 
     finding = transition.make_finding(
         FindingKind.AUDIT_MISMATCH, "inconclusive", Severity.INFO, judgement.sentence, evidence=evidence
     )
-    others = (one.rank for one in case.statements.values() if one.role is AuditRole.PEER)
+    others = (statement.rank for statement in case.statements.values() if statement.role is AuditRole.PEER)
     for node in dict.fromkeys(case.spec.node_of(rank) for rank in (case.key.owner, *others)):
         if node in transition.state.nodes:
             words = f"{node}: {judgement.sentence}; no node is blamed"
@@ -238,7 +243,7 @@ def _handle_suspicion(transition: Transition, job: JobRecord, case: AuditCase, s
         words = (
             f"{sentence}; no version from before step {step} is known, so the job goes on: a suspicion proves nothing"
         )
-        transition.audit("audit.suspicion", words, job=job.job, generation=case.key.generation)
+        transition.log_event("audit.suspicion", words, job=job.job, generation=case.key.generation)
         return
     failures = job.failures
     repeated = failures.recomputed_steps if suspicion.names_owner else failures.searched_steps
@@ -257,12 +262,12 @@ def _may_repeat(
     if step in repeated:
         cause = "its data is the likely cause, and " if repeated is job.failures.recomputed_steps else ""
         words = f"{sentence}; step {step} was computed again before: {cause}the job goes on"
-        transition.audit("audit.suspicion", words, job=job.job, generation=case.key.generation)
+        transition.log_event("audit.suspicion", words, job=job.job, generation=case.key.generation)
         return False
     repeated[step] = case.key.generation
     while len(repeated) > MAX_RECOMPUTED_STEPS:
         del repeated[next(iter(repeated))]
-    transition.audit(
+    transition.log_event(
         "audit.suspicion", f"{sentence}; step {step} is computed again", job=job.job, generation=case.key.generation
     )
     return True

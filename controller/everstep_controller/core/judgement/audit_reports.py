@@ -10,7 +10,7 @@ from everstep.ids import GenerationNumber
 from everstep.vocabulary import FindingKind, Mode, Severity
 from everstep.wire.v1.training import GenerationSpec
 from everstep_controller.core.checkpoints.commits import KindPair
-from everstep_controller.core.health import audits, offences
+from everstep_controller.core.judgement import audits
 from everstep_controller.core.records import MAX_AUDIT_NOTES, MAX_KIND_PAIRS, JobRecord
 from everstep_controller.core.state import AuditCase
 from everstep_controller.core.transition import Transition
@@ -48,12 +48,12 @@ def report_difference(
     finding = transition.make_finding(
         FindingKind.AUDIT_MISMATCH, REPORT_SUBJECT, severity, judgement.sentence, evidence=evidence
     )
-    lasts_s = transition.policy.audit_strike_window_s
+    lasts_s = transition.policy.audits.strike_window_s
     if standing is not None and standing.severity.gravity >= severity.gravity:
-        offences.extend_controller_finding(transition, node, REPORT_KEY, lasts_s)
+        transition.extend_finding(node, REPORT_KEY, lasts_s)
         return
     finding = msgspec.structs.replace(finding, mode=Mode.OBSERVE)
-    offences.raise_controller_finding(transition, node, finding, lasts_s)
+    transition.raise_finding(node, finding, lasts_s)
     _report_event(transition, job, case, judgement.sentence, node)
 
 
@@ -68,12 +68,12 @@ def _report_event(transition: Transition, job: JobRecord, case: AuditCase, sente
     job.audits.reports = [*job.audits.reports, sentence][-MAX_AUDIT_NOTES:]
     transition.mark_job_changed(job.job)
     words = f"{sentence}; {ONLY_REPORTED}"
-    transition.audit("audit.reported", words, node=node, job=job.job, generation=case.key.generation)
+    transition.log_event("audit.reported", words, node=node, job=job.job, generation=case.key.generation)
 
 
 def note_incomparable(transition: Transition, job: JobRecord, case: AuditCase, judgement: audits.Incomparable) -> None:
     """Say once which kinds of nodes are not compared."""
-    words = f"audit {case.key.link}: {judgement.sentence}"
+    words = f"audit {case.key.audit}: {judgement.sentence}"
     _note_kinds(transition, job, case.key.generation, judgement.kinds, judgement.sentence, words)
 
 
@@ -96,4 +96,6 @@ def _note_kinds(
         return
     known[pair] = note
     transition.mark_job_changed(job.job)
-    transition.audit("audit.not_compared", f"{words}. No node is accused for it", job=job.job, generation=generation)
+    transition.log_event(
+        "audit.not_compared", f"{words}. No node is accused for it", job=job.job, generation=generation
+    )

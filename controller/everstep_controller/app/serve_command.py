@@ -19,12 +19,12 @@ from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
 
 from everstep.errors import ConfigurationError, EverstepError
-from everstep.private_files import write_private
+from everstep.host.private_files import write_private
 from everstep.system_clock import SYSTEM_CLOCK
-from everstep_controller.api.credentials import Keyring
-from everstep_controller.api.identity_provider import IdentityProvider
+from everstep_controller.app.replica import ControllerReplica
+from everstep_controller.auth.credentials import Keyring
+from everstep_controller.auth.identity_provider import IdentityProvider
 from everstep_controller.config import ControllerSettings, read_password
-from everstep_controller.leadership.member import ControllerReplica
 from everstep_controller.read_models.otlp_traces import check_installed
 from everstep_controller.remediation.service import create_remediator
 from everstep_controller.runtime.clock import check_clock_at_start
@@ -76,7 +76,7 @@ async def _serve(settings: ControllerSettings) -> int:
         if not settings.tls_certificate and not place.startswith(("127.", "[::1]")):
             log.warning("tokens are sent in plain text on %s: give --tls-certificate and --tls-key", place)
     settings = msgspec.structs.replace(settings, name=settings.name or _unique_name(settings, address))
-    member = ControllerReplica(
+    replica = ControllerReplica(
         settings,
         keyring,
         SYSTEM_CLOCK,
@@ -85,11 +85,11 @@ async def _serve(settings: ControllerSettings) -> int:
         address=_advertised(settings, address),
         provider=provider,
     )
-    running = asyncio.create_task(member.run(), name="member")
-    await _wait_until_leader_known(running, member, settings)
-    config = listener.server_config(settings, member)
-    server = listener.ControllerServer(config, member.close_connections, settings.stop_grace_s)
-    member.on_leadership_lost = server.close_all
+    running = asyncio.create_task(replica.run(), name="replica")
+    await _wait_until_leader_known(running, replica, settings)
+    config = listener.server_config(settings, replica)
+    server = listener.ControllerServer(config, replica.close_connections, settings.stop_grace_s)
+    replica.on_leadership_lost = server.close_all
     running.add_done_callback(lambda _task: server.request_stop())
     announcing = asyncio.create_task(_log_when_serving(server, settings, address, *operators))
     await server.serve(sockets=[*listener.duplicate_listeners(listeners[0]), *listeners[1:]])
@@ -100,10 +100,10 @@ async def _serve(settings: ControllerSettings) -> int:
 
 
 async def _wait_until_leader_known(
-    running: asyncio.Task[None], member: ControllerReplica, settings: ControllerSettings
+    running: asyncio.Task[None], replica: ControllerReplica, settings: ControllerSettings
 ) -> None:
     """Wait until the leader is known. Raise ConfigurationError if this controller cannot start."""
-    settled = asyncio.create_task(member.leader_known.wait())
+    settled = asyncio.create_task(replica.leader_known.wait())
     await asyncio.wait({running, settled}, return_when=asyncio.FIRST_COMPLETED)
     settled.cancel()
     if not running.done():

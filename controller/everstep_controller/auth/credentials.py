@@ -1,7 +1,7 @@
 """Store credentials: issue, rotate, revoke, enrol and verify them.
 
 Credentials are also kept in memory, so a check costs no SQL. The leader writes every change in the loop's transaction,
-together with its audit entry. A change holds in memory at once, and is answered when it is durable.
+together with its entry in the event log. A change holds in memory at once, and is answered when it is durable.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from everstep.clock import Clock
 from everstep.errors import AuthenticationError, ConfigurationError, Conflict, NotFound, PermissionDenied
 from everstep.wire.v1 import enrolment as wire
 from everstep_controller.config import read_secrets
-from everstep_controller.core.effects import AuditEntry
+from everstep_controller.core.effects import EventLogEntry
 from everstep_controller.runtime.transaction import Transaction
 from everstep_controller.store.rows import DEAD_CREDENTIAL_KEPT_S, CredentialRow, decode_cursor, encode_cursor
 
@@ -114,7 +114,7 @@ MAX_CREDENTIALS = 300_000
 FIRST_SWEEP = 1024
 RETRY_WINDOW_S = 86400.0
 """Seconds for which a used-up join token still answers the nodes it enrolled, because an answer may be lost."""
-_DUMMY_HASH = hash_secret("nobody's")
+_DUMMY_HASH = hash_secret("no credential has this secret")
 
 
 class ChangeContext(msgspec.Struct, frozen=True):
@@ -212,7 +212,7 @@ class CredentialStore:
         """Issue a second credential for the same subject, and limit the first to ``grace_s`` more seconds.
 
         The second credential's lifetime equals the first one's. A join token's remaining uses move to the second at
-        once, so nobody can enrol more nodes than intended. Raises NotFound, or Conflict if the first is not valid.
+        once, so no more nodes can enrol than intended. Raises NotFound, or Conflict if the first is not valid.
         """
         old = self._valid_row(id, now)
         life_s = None if old.expires_at is None else old.expires_at - old.created_at
@@ -338,17 +338,17 @@ def _digest(row: CredentialRow) -> int:
 
 
 def _named(row: CredentialRow) -> str:
-    whom = f"node {row.subject}" if row.role == TokenRole.AGENT else row.subject
-    return f"{row.role} credential {row.id} of {whom}"
+    holder = f"node {row.subject}" if row.role == TokenRole.AGENT else row.subject
+    return f"{row.role} credential {row.id} of {holder}"
 
 
-def _note(audit_kind: str, sentence: str, row: CredentialRow, order: ChangeContext, tx: Transaction, now: float) -> str:
-    """Write an audit entry with the author and reason of a change, and return its sentence."""
+def _note(change: str, sentence: str, row: CredentialRow, order: ChangeContext, tx: Transaction, now: float) -> str:
+    """Write an entry to the event log with the author and reason of a change, and return its sentence."""
     sentence = f"{sentence}: {order.reason}"
     data = {"actor": order.identity.subject, "reason": order.reason, "credential": row.id}
     node = row.subject if row.role == TokenRole.AGENT else None
     job = row.subject if row.role == TokenRole.TRAINER else None
-    kind = f"credential.{audit_kind}"
-    entry = AuditEntry(kind=kind, sentence=sentence, at=now, trace=order.trace, node=node, job=job, data=data)
-    tx.add_audit_entry(entry)
+    kind = f"credential.{change}"
+    entry = EventLogEntry(kind=kind, sentence=sentence, at=now, trace=order.trace, node=node, job=job, data=data)
+    tx.add_event_log_entry(entry)
     return sentence

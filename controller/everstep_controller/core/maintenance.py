@@ -9,10 +9,10 @@ from everstep.vocabulary import GenerationReason, NodeState
 from everstep_controller.core.events import OperatorCommand, SchedulerStateChanged
 from everstep_controller.core.health import node_state
 from everstep_controller.core.health.node_state import out_of_service_reason, set_state
-from everstep_controller.core.health.quarantine import begin_probation
+from everstep_controller.core.health.quarantine import begin_probation, repair_if_repeat_offender
 from everstep_controller.core.jobs.generations import RegroupCause, regroup, roster_at
-from everstep_controller.core.jobs.membership import is_computing, jobs_seated_on
 from everstep_controller.core.records import IN_SERVICE, QUARANTINE_STATES, HistoryKind, MaintenanceWindow, NodeRecord
+from everstep_controller.core.seats.membership import is_computing, jobs_seated_on
 from everstep_controller.core.state import FLEET, DeadlineKind, FleetState
 from everstep_controller.core.transition import Transition
 
@@ -35,7 +35,7 @@ def hold_node(transition: Transition, node: str, sentence: str) -> None:
     if plan is not None and plan.pending_remediation_id:
         words = f"{plan.ladder[plan.ladder_step]} of {node} ({plan.pending_remediation_id}) was requested before and "
         words += "may still be carried out"
-        transition.audit("remediation.in_progress", words, node=node)
+        transition.log_event("remediation.in_progress", words, node=node)
 
 
 def release_hold(transition: Transition, node: str, sentence: str) -> None:
@@ -67,7 +67,7 @@ def handle_scheduler_change(transition: Transition, event: SchedulerStateChanged
     else:
         sentence = f"{before} lifted the cordon of {event.node}"
     transition.append_history(event.node, HistoryKind.ACTION, sentence)
-    transition.audit("node.scheduler_changed", sentence, node=event.node)
+    transition.log_event("node.scheduler_changed", sentence, node=event.node)
     try_return_to_probation(transition, event.node, sentence)
 
 
@@ -80,7 +80,7 @@ def _note_missing_cordon(transition: Transition, record: NodeRecord) -> None:
         "may give the node work; run `everstep node hold` to cordon it again, or `everstep node readmit` to return it"
     )
     transition.append_history(record.node, HistoryKind.ACTION, sentence)
-    transition.audit("node.uncordoned", sentence, node=record.node)
+    transition.log_event("node.uncordoned", sentence, node=record.node)
 
 
 def try_return_to_probation(transition: Transition, node: str, reason: str) -> None:
@@ -90,7 +90,7 @@ def try_return_to_probation(transition: Transition, node: str, reason: str) -> N
         transition.schedule_treatment(transition.now, node)
     elif record.state is not NodeState.HELD or out_of_service_reason(record, transition.now):
         return
-    elif not is_computing(transition.state, node) and node_state.repair_if_repeat_offender(transition, node):
+    elif not is_computing(transition.state, node) and repair_if_repeat_offender(transition, node):
         return  # a node with a seat was allowed to serve with its offences: taking it out would be an eviction
     elif record.liveness.reachable:
         begin_probation(transition, node, reason)
@@ -104,7 +104,7 @@ def check_maintenance(state: FleetState, command: OperatorCommand, now: float) -
     if command.node is not None:
         nodes = {command.node}
     else:
-        nodes = {n for n, one in state.nodes.items() if command.rack and one.identity.domain.rack == command.rack}
+        nodes = {n for n, node in state.nodes.items() if command.rack and node.identity.domain.rack == command.rack}
     if not nodes:
         raise NotFound(f"no node in rack {command.rack}: `everstep nodes` shows the racks")
     if command.until is None or command.until <= now:
@@ -127,7 +127,7 @@ def check_maintenance(state: FleetState, command: OperatorCommand, now: float) -
 
 def check_cancel(state: FleetState, command: OperatorCommand) -> None:
     """Raise Conflict if nothing is planned for the node or rack."""
-    if not any(_is_planned(one, command) for one in state.fleet.maintenance_windows):
+    if not any(_is_planned(window, command) for window in state.fleet.maintenance_windows):
         raise Conflict(
             f"nothing is planned for {command.node or f'rack {command.rack}'}: a window that has begun ends by "
             "`everstep node readmit`"
@@ -142,7 +142,7 @@ def _is_planned(window: MaintenanceWindow, command: OperatorCommand) -> bool:
 def cancel_maintenance(transition: Transition, command: OperatorCommand) -> None:
     """Cancel the windows planned for the node or rack. A rack's window cannot be cancelled for one node."""
     fleet = transition.state.fleet
-    fleet.maintenance_windows = [one for one in fleet.maintenance_windows if not _is_planned(one, command)]
+    fleet.maintenance_windows = [window for window in fleet.maintenance_windows if not _is_planned(window, command)]
     transition.mark_fleet_changed()
 
 
@@ -152,7 +152,7 @@ def order_window(transition: Transition, command: OperatorCommand, sentence: str
     window = MaintenanceWindow(
         until=until, sentence=sentence, node=command.node or "", rack="" if command.node else command.rack or ""
     )
-    fleet.maintenance_windows = [one for one in fleet.maintenance_windows if one.until > transition.now]
+    fleet.maintenance_windows = [window for window in fleet.maintenance_windows if window.until > transition.now]
     transition.mark_fleet_changed()
     if command.starts_at is not None and command.starts_at > transition.now:
         fleet.maintenance_windows.append(msgspec.structs.replace(window, starts_at=command.starts_at))
@@ -173,26 +173,29 @@ def resume_windows(transition: Transition) -> None:
 def begin_due_windows(transition: Transition) -> None:
     """Begin windows whose time has come. They wait for the end of a database outage, so that a successor knows."""
     fleet = transition.state.fleet
-    due = [one for one in fleet.maintenance_windows if 0.0 < one.starts_at <= transition.now]
+    due = [window for window in fleet.maintenance_windows if 0.0 < window.starts_at <= transition.now]
     if not due:
         return
     if transition.state.database_outage:
         transition.schedule(transition.now + RETRY_S, DeadlineKind.MAINTENANCE, FLEET)
         return
-    begun = [msgspec.structs.replace(one, starts_at=0.0) for one in due if one.until > transition.now]
-    fleet.maintenance_windows = [*(one for one in fleet.maintenance_windows if one not in due), *begun]
+    begun = [msgspec.structs.replace(window, starts_at=0.0) for window in due if window.until > transition.now]
+    fleet.maintenance_windows = [*(window for window in fleet.maintenance_windows if window not in due), *begun]
     transition.mark_fleet_changed()
     for window in begun:
         subject = window.node or f"rack {window.rack}"
         sentence = f"maintenance of {subject} begins, as planned"
-        transition.audit("maintenance.started", sentence, node=window.node or None)
+        transition.log_event("maintenance.started", sentence, node=window.node or None)
     _begin_windows(transition, *begun)
 
 
 def _begin_windows(transition: Transition, *windows: MaintenanceWindow) -> None:
     """Take the nodes of all windows out of their jobs at once, so that none takes another's place."""
     entering = [
-        (node, one) for one in windows for node, record in transition.state.nodes.items() if _covers(one, record)
+        (node, window)
+        for window in windows
+        for node, record in transition.state.nodes.items()
+        if _covers(window, record)
     ]
     nodes = {node for node, _ in entering}
     jobs = {job.job: (job, window) for node, window in entering for job in jobs_seated_on(transition.state, node)}
@@ -206,14 +209,14 @@ def _begin_windows(transition: Transition, *windows: MaintenanceWindow) -> None:
 
 def planned_windows(state: FleetState, record: NodeRecord) -> list[MaintenanceWindow]:
     """Return the windows planned for the node, next one first."""
-    planned = (one for one in state.fleet.maintenance_windows if one.starts_at and _covers(one, record))
+    planned = (window for window in state.fleet.maintenance_windows if window.starts_at and _covers(window, record))
     return sorted(planned, key=lambda one: one.starts_at)
 
 
 def current_window(state: FleetState, record: NodeRecord, now: float) -> MaintenanceWindow | None:
     """Return the window that the node is in; the longest one if there are several."""
-    begun = (one for one in state.fleet.maintenance_windows if one.starts_at <= now < one.until)
-    meant = (one for one in begun if _covers(one, record))
+    begun = (window for window in state.fleet.maintenance_windows if window.starts_at <= now < window.until)
+    meant = (window for window in begun if _covers(window, record))
     return max(meant, key=lambda one: one.until, default=None)
 
 
@@ -246,10 +249,10 @@ def end_if_due(transition: Transition, node: str) -> None:
     record.scheduling.maintenance_until = 0.0
     transition.mark_node_changed(node)
     fleet = transition.state.fleet
-    if any(one.until <= transition.now for one in fleet.maintenance_windows):
-        fleet.maintenance_windows = [one for one in fleet.maintenance_windows if one.until > transition.now]
+    if any(window.until <= transition.now for window in fleet.maintenance_windows):
+        fleet.maintenance_windows = [window for window in fleet.maintenance_windows if window.until > transition.now]
         transition.mark_fleet_changed()
-    transition.audit("node.maintenance_ended", f"the maintenance window of {node} is over", node=node)
+    transition.log_event("node.maintenance_ended", f"the maintenance window of {node} is over", node=node)
     try_return_to_probation(transition, node, f"the maintenance of {node} is over")
 
 
@@ -261,8 +264,10 @@ def end_maintenance_early(transition: Transition, node: str) -> None:
     begun = [window for window in fleet.maintenance_windows if not window.starts_at and _covers(window, record)]
     if begun:
         fleet.maintenance_windows = [
-            msgspec.structs.replace(one, readmitted_early=(*one.readmitted_early, node)) if one in begun else one
-            for one in fleet.maintenance_windows
-            if one not in begun or one.node != node
+            msgspec.structs.replace(window, readmitted_early=(*window.readmitted_early, node))
+            if window in begun
+            else window
+            for window in fleet.maintenance_windows
+            if window not in begun or window.node != node
         ]
         transition.mark_fleet_changed()
