@@ -27,7 +27,7 @@ class HookSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     join_timeout_s: float = 30.0
     """Longest wait for the other members of a new generation. A newer generation ends the wait at once, so this bounds
-    only the case of a missing member that nobody noticed. Too short: one slow starter costs everybody another attempt.
+    only the case of a missing member that was not noticed. Too short: one slow starter costs all another attempt.
     """
 
     collective_timeout_s: float = 600.0
@@ -59,7 +59,7 @@ class HookSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     min_hang_threshold_s: float = 1.0
     """Smallest threshold of the watchdog unless the job sets one. The controller waits for a minute in any case
-    (``hang_floor_s`` of the policy)."""
+    (``stalls.hang_floor_s`` of the policy)."""
 
     hang_factor: float = 20.0
     """Seconds of standing still from which a rank counts as hung, as a multiple of its own median step. A rank that

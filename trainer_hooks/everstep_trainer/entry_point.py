@@ -17,19 +17,19 @@ from everstep.clock import Clock
 from everstep.errors import ConfigurationError
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep_trainer.config import HookSettings
-from everstep_trainer.parallel.replicas import RankContext
-from everstep_trainer.run import Run
-from everstep_trainer.runtime.abort import make_backend
-from everstep_trainer.runtime.assignment import (
+from everstep_trainer.launch.assignment import (
     TORCHRUN_SCRIPT_VARIABLE,
     current_assignment,
     leave_environment,
     parent_rank,
     wait_for_local_rank,
 )
-from everstep_trainer.runtime.generation_session import TrainingSession
+from everstep_trainer.parallel.replicas import RankContext
+from everstep_trainer.run import Run
+from everstep_trainer.runtime.abort import make_backend
 from everstep_trainer.runtime.process_group import device_for
-from everstep_trainer.runtime.worker import TrainingFunction, Worker
+from everstep_trainer.session.generation_session import TrainingSession
+from everstep_trainer.worker.rank_worker import TrainingFunction, Worker
 
 log = logging.getLogger(__name__)
 

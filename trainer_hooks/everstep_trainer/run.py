@@ -5,17 +5,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from itertools import count
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils.hooks import RemovableHandle
 
-from everstep.vocabulary import AuditLink
+from everstep.vocabulary import AuditKind
 from everstep.wire.v1.training import SdcPreset
+from everstep_trainer.base.progress import CollectiveTimer
 from everstep_trainer.data.epochs import (
     EpochLoader,
     EpochSampler,
@@ -25,105 +24,39 @@ from everstep_trainer.data.epochs import (
     loading_options,
     order_of,
 )
-from everstep_trainer.data.loader import Loader, PerRankLoader, is_stateful_loader, is_stream
+from everstep_trainer.data.loader import Loader, is_stream
 from everstep_trainer.data.rng import seed_step
 from everstep_trainer.data.sampler import ElasticSampler, Sampler, StepPart
 from everstep_trainer.data.stream import StreamSampler
-from everstep_trainer.loss_guard import GuardOptions, GuardPolicy, Loss, LossGuard
 from everstep_trainer.memory_tier.tier import MemoryTier
 from everstep_trainer.parallel.exact.summation import clip_grad_norm_fixed_order
 from everstep_trainer.parallel.replicas import (
+    Loss,
     RankContext,
     Replica,
     ReplicaAssignment,
     StepParallelism,
     warn_of_model_parallelism,
 )
-from everstep_trainer.runtime.generation_session import TrainingSession
-from everstep_trainer.runtime.progress import CollectiveTimer
 from everstep_trainer.runtime.regroup_record import OnRegroup, OnReport, RunCallbacks
 from everstep_trainer.sdc.audit import AuditSetup, Mismatch
 from everstep_trainer.sdc.build import build_chain
 from everstep_trainer.sdc.chain import AuditChain
-from everstep_trainer.sdc.injected_flip import flip_if_requested
-from everstep_trainer.sdc.presets import LinkOptions, link_options
+from everstep_trainer.sdc.presets import AuditOptions, audit_options
+from everstep_trainer.session.generation_session import TrainingSession
+from everstep_trainer.session.loss_guard import GuardOptions, GuardPolicy, LossGuard
+from everstep_trainer.session.optimizer_hooks import OptimizerHooks
+from everstep_trainer.snapshot.pace import DEFAULT_BUDGET
 from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.state.generators import wrap_generators
 from everstep_trainer.state.python_state import wrap_per_rank
-from everstep_trainer.state.tracked_objects import as_list, holds_shards
+from everstep_trainer.state.stateful_loader import PerRankLoader, is_stateful_loader
+from everstep_trainer.state.tracked_objects import holds_shards
 from everstep_trainer.state.untracked_state import check_untracked, require_storable
-
-# ---- hooks on tracked optimizers
 
 log = logging.getLogger(__name__)
 
 MAX_SECTION_CHARS = 80  # of the name of a section in messages
-STEPS_UNTIL_STATE_CHECK = 2  # updates after which an optimizer holds all the state that it will ever hold
-ACCUMULATION_CHECK_STEPS = 32  # first steps of a generation over which steps without an update are counted
-
-
-class OptimizerHooks:
-    """Calls ``before_update`` before each step of the watched optimizers, which may outlive the generation."""
-
-    def __init__(self, before_update: Callable[[], None], log_fields: Mapping[str, object]) -> None:
-        self._before_update = before_update
-        self._log_fields = dict(log_fields)
-        self._hooks: list[RemovableHandle] = []
-        self._optimizers: list[torch.optim.Optimizer] = []
-        self._updated = False
-        self._steps = self._steps_without_update = 0
-
-    def watch(self, objects: Mapping[str, object]) -> None:
-        """Hook the optimizers among tracked objects, and clear the gradients that the interrupted step left."""
-        for key, tracked in objects.items():
-            for one in as_list(tracked):
-                if isinstance(one, torch.optim.Optimizer):
-                    one.zero_grad()
-                    self._optimizers.append(one)
-                    self._hooks.append(one.register_step_pre_hook(self._before(key)))
-
-    def step_finished(self) -> None:
-        """Warn once if gradients are accumulated over several steps of the run: no version contains gradients."""
-        self._steps += 1
-        updated, self._updated = self._updated, False
-        if self._steps > ACCUMULATION_CHECK_STEPS or not self._optimizers:
-            return
-        trained = (p for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"])
-        if not updated and any(parameter.grad is not None for parameter in trained):
-            self._steps_without_update += 1
-        if self._steps == ACCUMULATION_CHECK_STEPS and 2 * self._steps_without_update >= self._steps:
-            log.warning(
-                "in %d of %d steps there were gradients and no update by a tracked optimizer: gradients accumulated "
-                "over several steps are not stored, and are lost with any rank. End each step of the run with an "
-                "update: split its samples into micro-batches inside it",
-                self._steps_without_update,
-                self._steps,
-                extra=self._log_fields,
-            )
-
-    def close(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-
-    def _before(self, key: str) -> Callable[..., None]:
-        steps = count()
-
-        def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            self._before_update()
-            flip_if_requested(optimizer)
-            self._updated = True
-            if next(steps) == STEPS_UNTIL_STATE_CHECK and not optimizer.state and optimizer.state_dict().get("state"):
-                log.warning(
-                    "%s, a %s, does not keep its state in optimizer.state, so the state in its state_dict() is not "
-                    "stored: track the optimizer inside it, or use another one",
-                    key,
-                    type(optimizer).__qualname__,
-                    extra=self._log_fields,
-                )
-
-        outside: Callable[..., None] = torch.compiler.disable(before)  # type: ignore[no-untyped-call]
-        return outside  # counting updates is no part of a compiled step
-
 
 _generation_hooks: list[Callable[[], None]] = []
 
@@ -568,17 +501,18 @@ class Run:
         overlap: bool | None = None,
         slots: int | None = None,
         snapshot_every: int | None = None,
+        snapshot_budget: float = DEFAULT_BUDGET,
         require_checkpoints: bool = False,
         sdc: SdcPreset | None = None,
-        sdc_links: Mapping[str, Mapping[str, float] | None] | None = None,
+        sdc_audits: Mapping[str, Mapping[str, float] | None] | None = None,
         **objects: object,
     ) -> None:
         """Name the objects that must survive failures, and restore them to the version that the generation agreed on.
 
         Takes modules, optimizers, random generators (of torch, numpy and ``random``) and objects with ``state_dict``
         and ``load_state_dict``. Call it once, after all objects are built and before ``steps``. From then on the state
-        is snapshotted after every step, and an optimizer's ``step`` waits until the copy is complete. All options must
-        be the same on all ranks.
+        is snapshotted after every step, or as often as ``snapshot_budget`` allows, and an optimizer's ``step`` waits
+        until the copy is complete. All options must be the same on all ranks.
 
         Example::
 
@@ -592,17 +526,19 @@ class Run:
                 size. For all other objects, any rank's state may replace that of a lost rank.
             overlap: Copy state that no other rank holds (shards) under the next step; a lost rank may then cost that
                 step. Default: only on GPUs. Other state is always copied under the next step.
-            slots: 5 stores each step; 2 stores only versions that will be committed, in less memory. Default: 5 if
+            slots: 5 stores steps; 2 stores only versions that will be committed, in less memory. Default: 5 if
                 every node of the job has the memory, else 2.
-            snapshot_every: With 5 slots, steps from one snapshot to the next. Default: 1, or more if snapshots would
-                block training for over a tenth of its time. See `everstep_trainer.snapshot.slot_negotiation`.
+            snapshot_every: With 5 slots, steps from one snapshot to the next, whatever they cost. With n, a loss may
+                repeat up to n - 1 finished steps. Default: 1 where that fits into ``snapshot_budget``, else up to 8.
+            snapshot_budget: Share of training's time that snapshots may take before they become less frequent than
+                every step; measured in the run. Without effect beside ``snapshot_every``, and with 2 slots.
             require_checkpoints: Raise OutOfSlotMemory if a node has no memory for checkpoints, instead of training
                 without. The error comes from ``track`` or, if an optimizer has no state yet, before the second step
                 changes anything.
             sdc: How thoroughly the ranks check each other's work for silent corruption: "off", "light" (1 % of a
-                step), "standard" (3 %) or "paranoid" (20 %). Default: as ``everstep-launch --sdc`` says. The launcher's
+                step), "standard" (3 %) or "paranoid" (30 %). Default: as ``everstep-launch --sdc`` says. The launcher's
                 ``--sdc-mode`` says what follows from a difference.
-            sdc_links: Changes to single links of that preset, such as ``{"peer_replay": {"interval": 10}}``, which
+            sdc_audits: Changes to single audits of that preset, such as ``{"peer_replay": {"interval": 10}}``, which
                 audits every 10 steps, ``{"matmul": {"share": 0.01}}`` or ``{"state": None}`` (off).
             objects: The objects, by name.
 
@@ -616,35 +552,36 @@ class Run:
         if isinstance(exclude, str):
             raise TypeError(f"exclude takes a list of patterns: exclude=[{exclude!r}]")
         preset = sdc or self._session.sdc_preset
-        audits = self._choose_audits(link_options(preset, sdc_links, is_sharded=holds_shards(objects)))
-        if audits and sdc is not None and self._session.sdc_mode == "report" and self.rank == 0:
-            log.warning(
-                "sdc=%r of run.track: audits only report; `everstep-launch --sdc-mode enforce` acts on differences",
-                sdc,
-            )
+        audits = self._choose_audits(audit_options(preset, sdc_audits, is_sharded=holds_shards(objects)))
+        if audits and sdc is not None:
+            self._warn_if_audits_only_report(sdc)
         choices = SnapshotOptions(
-            copy_audits=audits.get(AuditLink.CHECKPOINT),
+            copy_audits=audits.get(AuditKind.CHECKPOINT),
             exclude=tuple(exclude),
             overlap=overlap,
             slots=slots,
             interval=snapshot_every,
+            budget=snapshot_budget,
             require_checkpoints=require_checkpoints,
         )
         replica = self._replicas.replica_for("run.track")
         objects = wrap_generators(objects, self.rank, self.world_size)
         self._check_trackable(objects)
-        wrapped = self._wrap_per_rank(objects, per_rank, replica)
-        all_tracked = dict(wrapped)
-        if self._guard is not None:
-            self._guard.require_compatible(objects)
-            all_tracked["guard"] = self._guard
-        self._finished_step = self._session.track(all_tracked, choices)
-        self._has_tracked = True
-        self._parallelism.synchronize_restored(all_tracked, exclude, self._session.running_buffers)
-        if self._guard is not None:
-            self._guard.track_objects(wrapped, exclude)
+        self._restore(self._wrap_per_rank(objects, per_rank, replica), objects, choices)
         self._updates.watch(objects)
         self._start_audits(audits, objects, preset)
+
+    def _restore(self, wrapped: dict[str, object], objects: Mapping[str, object], choices: SnapshotOptions) -> None:
+        """Track the wrapped objects, and with them the guard of the losses; restore the agreed version, if any."""
+        guard, tracked = self._guard, dict(wrapped)
+        if guard is not None:
+            guard.require_compatible(objects)
+            tracked["guard"] = guard
+        self._finished_step = self._session.track(tracked, choices)
+        self._has_tracked = True
+        self._parallelism.synchronize_restored(tracked, choices.exclude, self._session.running_buffers)
+        if guard is not None:
+            guard.track_objects(wrapped, choices.exclude)
 
     def _check_trackable(self, objects: Mapping[str, object]) -> None:
         self._parallelism.require_elementwise(objects.values())
@@ -664,19 +601,26 @@ class Run:
         self._loaders += [loader for loader in wrapped.values() if isinstance(loader, PerRankLoader)]
         return wrapped
 
-    def _choose_audits(self, options: Mapping[AuditLink, LinkOptions]) -> dict[AuditLink, LinkOptions]:
+    def _choose_audits(self, options: Mapping[AuditKind, AuditOptions]) -> dict[AuditKind, AuditOptions]:
         """Return the audits without those that the controller has switched off for this job."""
-        off = [link for link in options if link in self._session.audits_off]
+        off = [kind for kind in options if kind in self._session.audits_off]
         if off and self.rank == 0:
             log.warning(
                 "audits that are off for the rest of this job, because the program makes them differ: %s "
                 "(`everstep job show` says why)",
                 ", ".join(off),
             )
-        return {link: one for link, one in options.items() if link not in off}
+        return {kind: chosen for kind, chosen in options.items() if kind not in off}
+
+    def _warn_if_audits_only_report(self, sdc: SdcPreset) -> None:
+        if self._session.sdc_mode == "report" and self.rank == 0:
+            log.warning(
+                "sdc=%r of run.track: audits only report; `everstep-launch --sdc-mode enforce` acts on differences",
+                sdc,
+            )
 
     def _start_audits(
-        self, options: Mapping[AuditLink, LinkOptions], objects: Mapping[str, object], preset: SdcPreset
+        self, options: Mapping[AuditKind, AuditOptions], objects: Mapping[str, object], preset: SdcPreset
     ) -> None:
         if not options:
             return
@@ -691,7 +635,7 @@ class Run:
             report=self._report_mismatch,
             keep_wrong_product=self._session.keep_wrong_product,
         )
-        name = "sdc_links" if preset == "off" else preset
+        name = "sdc_audits" if preset == "off" else preset
         self._audits = build_chain(options, setup, self._finished_step + 1, self._session.report_clean_audits, name)
 
     def _report_mismatch(self, mismatch: Mismatch) -> None:
@@ -884,6 +828,7 @@ class Run:
 
     def close(self) -> None:
         """Release hooks, loader workers and the memory tier after the training function was left. For `main` only."""
+        self._parallelism.close()
         self._updates.close()
         self._callbacks.close()
         if self._audits is not None:

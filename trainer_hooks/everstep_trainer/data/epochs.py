@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,9 +21,6 @@ from torch.utils.data.distributed import DistributedSampler
 from everstep_trainer.data.loader import Loader, end_workers, is_stream
 from everstep_trainer.data.rng import get_host_rng_state, seed_loading, set_host_rng_state, stream_seed
 from everstep_trainer.data.sampler import ElasticSampler, Permutation
-
-if TYPE_CHECKING:
-    from everstep_trainer.run import Run
 
 Samples = npt.NDArray[np.int64]
 
@@ -96,10 +93,10 @@ def _count_batches(size: int, batch: int, drop_last: bool) -> int:
 def _draw(sampler: Any, noun: str, seed: int, epoch: int) -> list[Any]:
     """Read a sampler whole, with random streams that depend on (seed, epoch) alone."""
     parts: tuple[Any, ...] = (sampler, getattr(sampler, "sampler", None))
-    for one in parts:
-        if hasattr(one, "set_epoch"):
-            one.set_epoch(epoch)
-        if isinstance(generator := getattr(one, "generator", None), torch.Generator):
+    for part in parts:
+        if hasattr(part, "set_epoch"):
+            part.set_epoch(epoch)
+        if isinstance(generator := getattr(part, "generator", None), torch.Generator):
             generator.manual_seed(stream_seed(seed, epoch, 0))
     before = get_host_rng_state()
     try:
@@ -235,9 +232,9 @@ class SequentialBatches:
     def iterate(self, epoch: int, first: int) -> Iterator[tuple[Any, float]]:
         """Yield each batch of the epoch from number ``first`` on, with its loss weight."""
         parts = (getattr(self._iterable, name, None) for name in ("sampler", "batch_sampler", "dataset"))
-        for one in (self._iterable, *parts):
-            if hasattr(one, "set_epoch"):
-                one.set_epoch(epoch)
+        for part in (self._iterable, *parts):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
         before = get_host_rng_state()
         seed_loading("epoch", self._seed, epoch)
         self._iterator = iterator = iter(self._iterable)
@@ -281,12 +278,25 @@ def is_indexed(loader: object) -> bool:
     return loader.batch_sampler is not None and not is_stream(loader.dataset)
 
 
+class StepLoop(Protocol):
+    """The part of a run that counts steps; the methods are documented at ``Run``."""
+
+    @property
+    def last_finished_step(self) -> int: ...
+
+    def seed_step(self, step: int, *, seed: int = 0) -> None: ...
+
+    def step_finished(self) -> None: ...
+
+    def end_steps(self) -> None: ...
+
+
 class EpochLoader:
     """The epochs of a DataLoader for a training loop, made by ``run.epoch_loader``; see there."""
 
     def __init__(
         self,
-        run: Run,
+        run: StepLoop,
         batches: IndexedBatches | SequentialBatches,
         dataset: Any,
         *,

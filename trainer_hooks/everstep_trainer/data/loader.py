@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import repeat
@@ -17,10 +16,9 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, default_collate
 from torch.utils.data._utils import signal_handling
 
+from everstep_trainer.base.interrupt import WAIT_SLICE_S
 from everstep_trainer.data.sampler import ElasticSampler, Sampler
 from everstep_trainer.data.stream import BatchRequests, MapBatchDataset, StreamBatchDataset, identity_collate
-from everstep_trainer.runtime.interrupt import WAIT_SLICE_S
-from everstep_trainer.state.python_state import PerRankState
 
 # ---- worker processes of a DataLoader: wait for them, detect their deaths, end them
 #
@@ -245,30 +243,3 @@ class Loader:
 def iter_batches(sampler: Sampler, step: int) -> Iterator[Any]:
     """Yield the batch of each part of the step if the sampler loads batches; otherwise yield None without end."""
     return sampler.batches(step) if isinstance(sampler, Loader) else repeat(None)
-
-
-# ---- torchdata's StatefulDataLoader as a tracked object: its state belongs to one rank
-
-_FIX = (
-    "Use run.loader, whose samples are a function of the step, or keep the number of ranks (everstep-launch --nnodes "
-    "N:N)"
-)
-
-
-def is_stateful_loader(tracked: object) -> bool:
-    """Return whether the object is a StatefulDataLoader; torchdata need not be installed."""
-    module = sys.modules.get("torchdata.stateful_dataloader")
-    return module is not None and isinstance(tracked, module.StatefulDataLoader)
-
-
-class PerRankLoader(PerRankState):
-    """A tracked StatefulDataLoader, restorable only with the same number of data-parallel ranks."""
-
-    def __init__(self, loader: Any, rank: int, world_size: int) -> None:
-        super().__init__(loader, rank, world_size, label="a StatefulDataLoader", noun="data-parallel rank", fix=_FIX)
-
-    def close(self) -> None:
-        """End the workers without waiting for them."""
-        iterator = getattr(self._tracked, "_iterator", None)
-        if iterator is not None:
-            end_workers(iterator)

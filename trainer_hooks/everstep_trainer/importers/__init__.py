@@ -1,1 +1,4 @@
-"""Start a job from an ordinary checkpoint: DCP folders, torch.save files, safetensors."""
+"""Start a job from an ordinary checkpoint: DCP folders, torch.save files, safetensors.
+
+Versions in the vaults belong in ``restore``.
+"""

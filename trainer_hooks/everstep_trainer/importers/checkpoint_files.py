@@ -1,7 +1,7 @@
 """Read ordinary checkpoints one box at a time: DCP folders, torch.save files, or weights as safetensors.
 
 Everything is checked before use: Everstep's own files against their digests, while they are read; other archives
-against their own checksums (docs/decisions/0043). Only tensors and plain values are unpickled: archives by torch's
+against their own checksums (docs/decisions/0028). Only tensors and plain values are unpickled: archives by torch's
 restricted reader (``weights_only=True``), and ``.metadata`` by a reader that accepts only the classes torch writes
 there.
 """
@@ -30,7 +30,7 @@ from everstep.layout.digests import DIGESTS_FILE, decode_digests
 from everstep.layout.manifests import Box, Extent, full_box
 from everstep.layout.object_storage import filesystem_of
 from everstep_trainer.importers.storage_reads import DamagedCheckpoint, MappedArchive, check_archive, fetch_to_local
-from everstep_trainer.snapshot.copy import view_of_box
+from everstep_trainer.slots.copy import view_of_box
 from everstep_trainer.state.optimizer_state import map_tensors
 
 KeyPath = tuple[str | int, ...]
@@ -106,7 +106,7 @@ _DTYPES = {
 }
 
 
-class _Entry(msgspec.Struct):
+class _SafetensorsEntry(msgspec.Struct):
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
@@ -171,7 +171,7 @@ class SafetensorsCheckpoint(CheckpointReader):
         if lacking := sorted((keys or set()) - header.keys()):
             raise DamagedCheckpoint(f"{self._folder}/{file} has no {lacking[0]}, which the index lists there")
         for key in header.keys() if keys is None else keys:
-            entry = self._decoded(file, header[key], _Entry)
+            entry = self._decoded(file, header[key], _SafetensorsEntry)
             dtype = _DTYPES.get(entry.dtype)
             if dtype is None:
                 raise NotRestorable(f"{self._folder}/{file}: {key} is of {entry.dtype}, which torch does not have")
@@ -355,7 +355,11 @@ class DcpCheckpoint(CheckpointReader):
             raise NotRestorable(f"{self.url}: {error}") from error
         if digests.metadata != xxhash.xxh3_128_digest(metadata):
             raise DamagedCheckpoint(f"{self.url}/.metadata is damaged: it has the wrong digest")
-        return {(name, one.offset): (one.length, one.digest) for name, all_ in digests.files.items() for one in all_}
+        return {
+            (name, digest.offset): (digest.length, digest.digest)
+            for name, all_ in digests.files.items()
+            for digest in all_
+        }
 
 
 def _load_restricted(file: BinaryIO, label: str, **options: Any) -> Any:

@@ -20,7 +20,7 @@ from everstep.errors import NotRestorable
 from everstep.layout.manifests import TensorInfo
 from everstep_trainer.importers.checkpoint_files import CheckpointReader, KeyPath, open_checkpoint
 from everstep_trainer.restore.restorer import StateBackup
-from everstep_trainer.snapshot.copy import view_of_box
+from everstep_trainer.slots.copy import view_of_box
 from everstep_trainer.state.layout import Sharing, TensorPart
 from everstep_trainer.state.optimizer_state import to_live
 from everstep_trainer.state.python_state import MergedState, PythonState, decode, describe_difference
@@ -342,7 +342,7 @@ class CheckpointImport:
         modules |= {key: [] for key in self._arrays}  # their tensors are found by names alike
         self._keys = CheckpointKeys(reader)
         self._tops = frozenset(modules)
-        self._sharded = frozenset(key for key, one in tracked.others.items() if isinstance(one, ShardedState))
+        self._sharded = frozenset(key for key, other in tracked.others.items() if isinstance(other, ShardedState))
         self._modules = StoredModules(reader, self._keys, modules)
         self._optimizers = StoredOptimizers(reader, self._keys, optimizers)
         self._step = 0

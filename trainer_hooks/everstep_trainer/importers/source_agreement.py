@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import Store
 from everstep.clock import Clock
 from everstep.errors import EverstepError, NotRestorable
 from everstep_trainer.importers.storage_reads import DamagedCheckpoint, retry_read, sleep_in_slices
-from everstep_trainer.snapshot.exchange import decode_value, put_value, wait_for_values
+from everstep_trainer.slots.layout_exchange import decode_value, put_value, wait_for_values
 
 if TYPE_CHECKING:
     from everstep_trainer.importers.importer import CheckpointImport
@@ -119,8 +119,8 @@ class SourceAgreement:
         bodies = self._get([f"stored/read/{number}/{rank}" for rank in range(self.world_size)])
         outcomes = [decode_value(body, ImportOutcome) for body in bodies]
         return ImportOutcome(
-            next((one.unusable for one in outcomes if one.unusable), ""),
-            next((one.error for one in outcomes if one.error), ""),
+            next((outcome.unusable for outcome in outcomes if outcome.unusable), ""),
+            next((outcome.error for outcome in outcomes if outcome.error), ""),
         )
 
     def _get(self, keys: list[str]) -> list[bytes]:

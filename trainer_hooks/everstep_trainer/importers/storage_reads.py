@@ -29,7 +29,7 @@ import torch
 from everstep.clock import Backoff
 from everstep.errors import NotRestorable
 from everstep.layout.object_storage import storage_errors
-from everstep_trainer.runtime.interrupt import WAIT_SLICE_S
+from everstep_trainer.base.interrupt import WAIT_SLICE_S
 
 _DATA = re.compile(r"[^/]+/data/[^/]+")  # a record with a tensor's bytes; all others are small
 _CHUNK_BYTES = 1 << 20
@@ -137,7 +137,7 @@ def fetch_to_local(filesystem: Any, path: str, url: str) -> Iterator[Path]:
     local = Path(tempfile.gettempdir()) / f"everstep-start-{os.getuid()}-{filesystem.ukey(path)[:32]}.pt"
     descriptor = _locked(local)
     try:
-        if os.fstat(descriptor).st_size != size:  # nobody has it mapped, since it was never complete
+        if os.fstat(descriptor).st_size != size:  # no process has it mapped, since it was never complete
             _fetch(filesystem, path, url, descriptor, size)
         yield local
     except BaseException:

@@ -33,7 +33,7 @@ from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 
 from everstep_trainer.data.epochs import EpochLoader, is_indexed
-from everstep_trainer.integrations.sections import work_alone
+from everstep_trainer.integrations.adapter_parts.sections import work_alone
 from everstep_trainer.run import Run, before_each_generation
 
 
@@ -64,7 +64,7 @@ def unprepared(loader: Any) -> tuple[Any, int | None]:
 def unwrapped(tracked: Any) -> Any:
     """Return the optimizer or schedule inside accelerate's wrapper; any other object as it is."""
     if isinstance(tracked, list | tuple):
-        return [unwrapped(one) for one in tracked]
+        return [unwrapped(item) for item in tracked]
     if isinstance(tracked, AcceleratedOptimizer):
         return tracked.optimizer
     return tracked.scheduler if isinstance(tracked, AcceleratedScheduler) else tracked
@@ -146,11 +146,11 @@ def track(
     )
     named = {name: unwrapped(tracked) for name, tracked in objects.items()}
     if exact:
-        for module in (one for one in named.values() if isinstance(one, torch.nn.Module)):
+        for module in (item for item in named.values() if isinstance(item, torch.nn.Module)):
             run.exact_gradients(module)
     if accelerator.scaler is not None:
         named["scaler"] = accelerator.scaler
-    named |= {f"registered{index}": one for index, one in enumerate(accelerator._custom_objects)}
+    named |= {f"registered{index}": custom for index, custom in enumerate(accelerator._custom_objects)}
     run.track(**named)
     work_alone(run, accelerator, save_state="checkpoint", save_model="saving the model", log="logging")
     backward = accelerator.backward

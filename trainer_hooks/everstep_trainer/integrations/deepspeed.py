@@ -46,8 +46,8 @@ from deepspeed.utils import groups
 
 from everstep.layout.manifests import Box
 from everstep_trainer.data.loader import Loader
-from everstep_trainer.integrations.deepspeed_partitions import Flat, flats_of, stage_3_length
-from everstep_trainer.integrations.sections import work_alone
+from everstep_trainer.integrations.adapter_parts.deepspeed_partitions import Flat, flats_of, stage_3_length
+from everstep_trainer.integrations.adapter_parts.sections import work_alone
 from everstep_trainer.run import Run
 from everstep_trainer.state.optimizer_state import map_tensors
 from everstep_trainer.state.python_state import group_options, load_options
@@ -65,7 +65,11 @@ def _destroy_engines() -> None:
     device, where a collective could still hang. An interrupt may have left an engine half built.
     """
     kinds = (DeepSpeedEngine, DeepSpeedOptimizer)
-    for leftover in [one for one in gc.get_objects() if issubclass(type(one), kinds) and hasattr(type(one), "destroy")]:
+    for leftover in [
+        candidate
+        for candidate in gc.get_objects()
+        if issubclass(type(candidate), kinds) and hasattr(type(candidate), "destroy")
+    ]:
         with suppress(Exception):  # it is half built
             leftover.destroy()
     for method in vars(PartitionedParameterCoordinator).values():

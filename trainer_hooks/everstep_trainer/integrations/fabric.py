@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from everstep_trainer.data.epochs import EpochLoader
-from everstep_trainer.integrations.lightning_packages import (
+from everstep_trainer.integrations.adapter_parts.lightning_packages import (
     RunStrategyMixin,
     classes,
     installed,
@@ -121,7 +121,7 @@ def track(
 def _unwrapped(tracked: Any) -> Any:
     """Return the module or optimizer inside Fabric's wrapper; any other object as it is."""
     if isinstance(tracked, list | tuple):
-        return [_unwrapped(one) for one in tracked]
+        return [_unwrapped(item) for item in tracked]
     if type(tracked).__name__.endswith("FabricModule"):
         return tracked._forward_module
     return (

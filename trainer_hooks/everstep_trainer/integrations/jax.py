@@ -48,7 +48,7 @@ from torch.utils.dlpack import from_dlpack
 from everstep.errors import NotRestorable
 from everstep.ids import split_address
 from everstep.layout.manifests import Box
-from everstep_trainer.integrations.tcp_forwarder import TcpForwarder
+from everstep_trainer.integrations.adapter_parts.tcp_forwarder import TcpForwarder
 from everstep_trainer.run import Run
 from everstep_trainer.state.arrays import ArrayPart
 
@@ -312,7 +312,7 @@ class _Service:
                     shutdown_timeout=1,
                 )
                 break
-            except RuntimeError:  # somebody took the port
+            except RuntimeError:  # another process took the port
                 if attempt == SERVICE_ATTEMPTS - 1:
                     raise
         self._forwarder = TcpForwarder(host, ("127.0.0.1", port), hold=False)

@@ -39,8 +39,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from everstep_trainer.data.epochs import EpochLoader
 from everstep_trainer.data.loader import Loader
-from everstep_trainer.integrations.lightning_files import CsvRows, keep_logger_versions, keep_newer_state
-from everstep_trainer.integrations.lightning_packages import (
+from everstep_trainer.integrations.adapter_parts.lightning_files import CsvRows, keep_logger_versions, keep_newer_state
+from everstep_trainer.integrations.adapter_parts.lightning_packages import (
     EverstepEnvironment,
     RunStrategyMixin,
     base,
@@ -205,7 +205,7 @@ class _StrategyCallback(EverstepCallback):
         """Do nothing: the strategy's own hook comes last."""
 
     def _all_extra_objects(self, trainer: Trainer) -> dict[str, Any]:
-        known = {id(one) for one in self._extra_objects.values()}
+        known = {id(extra) for extra in self._extra_objects.values()}
         found: dict[str, Any] = {}
         holders = [*trainer.callbacks, *([trainer.datamodule] if trainer.datamodule is not None else [])]
         for holder in holders:
@@ -263,7 +263,7 @@ class _TrainerStrategy(RunStrategyMixin):
         """Add the callback in front of all others, which then see the restored state."""
         super().setup_environment()
         trainer = self.lightning_module.trainer  # type: ignore[attr-defined]  # the strategy's
-        found = [one for one in trainer.callbacks if isinstance(one, EverstepCallback)]
+        found = [callback for callback in trainer.callbacks if isinstance(callback, EverstepCallback)]
         self._callback = found[0] if found else None
         if self._callback is None and trainer.state.fn == "fit":
             options = self.everstep_options

@@ -136,7 +136,7 @@ def _in_row(row: int, size: Extent, start: int, end: int) -> Iterator[Box]:
         yield Box((row, *box.offset), (1, *box.size))
 
 
-class _Piece(NamedTuple):
+class _ParameterBox(NamedTuple):
     """The elements of a flattened parameter from ``start`` on: the box at ``offset`` of a whole tensor."""
 
     name: str
@@ -152,7 +152,7 @@ class _Placed(NamedTuple):
     tensor: torch.Tensor
     container: Mapping[str, torch.Tensor | None]
     key: str
-    pieces: tuple[_Piece, ...]
+    pieces: tuple[_ParameterBox, ...]
 
     def shards(self, tensor: torch.Tensor, start: int, suffix: str, container: Any, key: Any) -> Iterator[Shard]:
         """Yield the shards of ``container[key]``, which belongs to the elements from ``start`` on."""
@@ -192,7 +192,7 @@ def _places(chunks: Sequence[Any]) -> dict[int, _Placed]:
     return found
 
 
-def _pieces(part: Any) -> Iterator[_Piece]:
+def _pieces(part: Any) -> Iterator[_ParameterBox]:
     """Yield the pieces of a parameter; a factory divides it, as the two halves of a gated layer."""
     whole = part.data
     for cut in nested_values(part.build()) if isinstance(part, ShardedTensorFactory) else [part]:
@@ -200,7 +200,7 @@ def _pieces(part: Any) -> Iterator[_Piece]:
         if rest or not cut.data.is_contiguous() or not 0 <= ahead <= whole.numel() - cut.data.numel():
             raise TypeError(f"{cut.key} is stored in another form than it has in memory, which is not supported")
         size = (*(1,) * cut.prepend_axis_num, *cut.local_shape)
-        yield _Piece(cut.key, tuple(cut.global_shape), tuple(cut.global_offset), size, ahead)
+        yield _ParameterBox(cut.key, tuple(cut.global_shape), tuple(cut.global_offset), size, ahead)
 
 
 # ---- where optimizers have a parameter's master weights and state
@@ -279,9 +279,9 @@ class _Updates:
 
     def scalars(self) -> dict[str, Any]:
         """Return the state that is no shard: the same for all parameters, which are updated together."""
-        for one in self.trained:
-            if state := self.basic.state.get(one.tensor):
-                return {key: value for key, value in state.items() if not self.is_sharded(one, key, value)}
+        for shard in self.trained:
+            if state := self.basic.state.get(shard.tensor):
+                return {key: value for key, value in state.items() if not self.is_sharded(shard, key, value)}
         return {}
 
 
@@ -310,17 +310,17 @@ class MegatronState(ShardedState):
         for placed in self._places.values():
             yield from placed.shards(placed.tensor, 0, "", placed.container, placed.key)
         for updates in self._updates:
-            for one in updates.trained:
-                placed = self._places[id(one.parameter)]
-                if one.is_master:
-                    yield from placed.shards(one.tensor, one.start, f".{_MASTER}", one.holder, one.at)
-                state = updates.basic.state.get(one.tensor, {})
+            for shard in updates.trained:
+                placed = self._places[id(shard.parameter)]
+                if shard.is_master:
+                    yield from placed.shards(shard.tensor, shard.start, f".{_MASTER}", shard.holder, shard.at)
+                state = updates.basic.state.get(shard.tensor, {})
                 for key, value in state.items():
-                    if updates.is_sharded(one, key, value):
-                        yield from placed.shards(value, one.start, f".{key}", state, key)
+                    if updates.is_sharded(shard, key, value):
+                        yield from placed.shards(value, shard.start, f".{key}", state, key)
 
     def is_complete(self) -> bool:
-        return all(each.basic.state.get(one.tensor) for each in self._updates for one in each.trained)
+        return all(each.basic.state.get(shard.tensor) for each in self._updates for shard in each.trained)
 
     def create_missing(self, stored: Mapping[str, torch.dtype]) -> None:
         names = {piece.name for placed in self._places.values() for piece in placed.pieces}
@@ -330,12 +330,12 @@ class MegatronState(ShardedState):
             if parameter in names and key != _MASTER:
                 wanted[parameter][key] = dtype
         for updates in self._updates:
-            for one in updates.trained:
-                first, *_ = self._places[id(one.parameter)].pieces
+            for shard in updates.trained:
+                first, *_ = self._places[id(shard.parameter)].pieces
                 for key, dtype in wanted.get(first.name, {}).items():
-                    state = updates.basic.state[one.tensor]
+                    state = updates.basic.state[shard.tensor]
                     if key not in state:
-                        state[key] = torch.zeros_like(one.tensor.detach(), dtype=dtype)
+                        state[key] = torch.zeros_like(shard.tensor.detach(), dtype=dtype)
 
     def state_dict(self) -> dict[str, Any]:
         return {
@@ -354,12 +354,12 @@ class MegatronState(ShardedState):
             for group, options in zip(each.basic.param_groups, saved["groups"], strict=True):
                 load_options(group, options)
             in_group = {id(p): group for group in each.basic.param_groups for p in group["params"]}
-            for one in each.trained if saved["scalars"] else ():
-                group = in_group[id(one.tensor)]
+            for shard in each.trained if saved["scalars"] else ():
+                group = in_group[id(shard.tensor)]
                 on_device = group.get("capturable") or group.get("fused")
-                device = one.tensor.device if on_device else torch.device("cpu")
+                device = shard.tensor.device if on_device else torch.device("cpu")
                 copied = partial(torch.Tensor.to, device=device, copy=True)
-                each.basic.state[one.tensor].update(map_tensors(dict(saved["scalars"]), copied))
+                each.basic.state[shard.tensor].update(map_tensors(dict(saved["scalars"]), copied))
             if each.scaler:
                 each.scaler.load_state_dict(saved["scaler"])
 

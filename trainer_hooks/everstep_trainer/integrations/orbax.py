@@ -253,7 +253,7 @@ class MemoryCheckpointManager:
 
 def _items_of(args: Any) -> dict[str, Any]:
     if isinstance(args, ocp.args.Composite):
-        return {name: _item(name, one) for name, one in args.items()}
+        return {name: _item(name, argument) for name, argument in args.items()}
     return {_SINGLE: _item(_SINGLE, args)}
 
 

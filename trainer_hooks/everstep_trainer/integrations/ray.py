@@ -18,7 +18,7 @@ Example::
 
 Each Ray worker is an actor that hosts an ``everstep-launch``, so it is one node of the job, with one rank per GPU.
 A lost rank is replaced by a standby beside it, and Ray does not see it. A lost actor is replaced by Ray in its place,
-while the other actors keep their ranks and their checkpoints in memory (decision 0081). The job's controller runs in an
+while the other actors keep their ranks and their checkpoints in memory (decision 0080). The job's controller runs in an
 actor of its own on the driver's node.
 
 The loop is a training function ``train(run)``, or a function of Ray's kind that calls ``everstep.main``. It runs in the
@@ -66,12 +66,12 @@ from ray.train.v2.api.report_config import CheckpointUploadMode
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from everstep.errors import ConfigurationError
-from everstep.parent_process import PARENT_VARIABLE
-from everstep.private_files import make_private_directories, write_private
+from everstep.host.parent_process import PARENT_VARIABLE
+from everstep.host.private_files import make_private_directories, write_private
 from everstep.system_clock import SYSTEM_CLOCK
-from everstep_trainer.launch.job_rendezvous import LOOPBACK, Endpoint, controller_network
 from everstep_trainer.launch.options import LaunchSettings
-from everstep_trainer.launch.private_services import PrivateService, controller_command, resolve_state_dir
+from everstep_trainer.launch.services.job_rendezvous import LOOPBACK, Endpoint, controller_network
+from everstep_trainer.launch.services.private_services import PrivateService, controller_command, resolve_state_dir
 
 log = logging.getLogger(__name__)
 
@@ -270,7 +270,7 @@ class _Replacements:
 
     def _shut_down_dead(self, *known: int) -> list[int]:
         groups = dict(enumerate(self._group._replica_groups))
-        found = [n for n, one in groups.items() if n not in known and one.is_active() and _is_dead(one)]
+        found = [n for n, group in groups.items() if n not in known and group.is_active() and _is_dead(group)]
         for number in found:
             groups[number].shutdown()
         return found
@@ -390,7 +390,7 @@ _launcher: subprocess.Popen[bytes] | None = None
 """The launcher that this actor hosts."""
 _LAUNCH = """
 import signal
-from everstep.parent_process import die_with_parent, parent_pid
+from everstep.host.parent_process import die_with_parent, parent_pid
 die_with_parent(parent_pid(), signal.SIGKILL)
 from everstep_trainer.launch.command import main
 main()

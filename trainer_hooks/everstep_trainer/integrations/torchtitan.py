@@ -30,15 +30,16 @@ from typing import Any
 
 import torch
 
-from everstep_trainer.integrations.torchtitan_cpu import reduce_without_factor, use_cpu  # isort: skip - first
+from everstep_trainer.integrations.adapter_parts.torchtitan_cpu import reduce_without_factor, use_cpu  # isort: skip - first
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan.components.checkpointer.base import BaseCheckpointManager
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.distributed import utils as titan_distributed
 from torchtitan.trainer import Trainer
 
-from everstep_trainer.data.loader import PerRankLoader, end_workers
+from everstep_trainer.data.loader import end_workers
 from everstep_trainer.run import Run
+from everstep_trainer.state.stateful_loader import PerRankLoader
 
 
 def build_trainer(
@@ -188,13 +189,13 @@ class _StepKeeper(BaseCheckpointManager):
             model=[*trainer.model_parts],
             optimizer=[*trainer.optimizers],
             lr_schedulers=trainer.lr_schedulers,
-            progress=_Progress(trainer),
+            progress=_TrainerState(trainer),
             dataloader=_loader_state(trainer.dataloader, index, count),
             **self._extra_objects,
         )
 
 
-class _Progress:
+class _TrainerState:
     """The Trainer's own state, with the tokens of all ranks instead of this one's, whose number may change."""
 
     def __init__(self, trainer: Trainer) -> None:

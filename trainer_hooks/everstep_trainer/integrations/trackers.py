@@ -27,8 +27,8 @@ from typing import Any
 
 import torch
 
+from everstep_trainer.base.progress import LatestLoss
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.progress import LatestLoss
 from everstep_trainer.runtime.regroup_record import RegroupRecord
 
 log = logging.getLogger(__name__)
@@ -217,7 +217,7 @@ def _numbers(record: RegroupRecord) -> dict[str, float]:
 # ---- the thread of a tracker
 
 
-class _Entry:
+class _StepMetrics:
     """Numbers and possibly a mark of one step; a loss may still be on its way from the device."""
 
     def __init__(self, run: Run, step: int, values: Mapping[str, float]) -> None:
@@ -233,7 +233,7 @@ class TrackerThread:
     def __init__(self, tracker: Tracker, key: str) -> None:
         self._tracker, self._key = tracker, key
         self._pid = os.getpid()
-        self._queue: queue.Queue[_Entry | None] = queue.Queue(QUEUE_LENGTH)
+        self._queue: queue.Queue[_StepMetrics | None] = queue.Queue(QUEUE_LENGTH)
         self._generation: int | None = None
         self._has_dropped = self._closing = self._waited = False
         self.failed = False
@@ -251,7 +251,7 @@ class TrackerThread:
         threading.main_thread().join()  # ends first; then the interpreter waits for this thread, no daemon
         self.close()
 
-    def put(self, entry: _Entry) -> None:
+    def put(self, entry: _StepMetrics) -> None:
         """Queue an entry; drop it if the tracker failed or is too slow."""
         if self.failed or self._closing:
             return
@@ -291,7 +291,7 @@ class TrackerThread:
             self.failed = True
             log.warning("tracker %s failed and is left out; training continues", self._key, exc_info=True)
 
-    def _next(self) -> _Entry | None:
+    def _next(self) -> _StepMetrics | None:
         while True:
             try:
                 return self._queue.get(timeout=1.0)
@@ -299,7 +299,7 @@ class TrackerThread:
                 if self._closing:
                     return None
 
-    def _write(self, entry: _Entry) -> None:
+    def _write(self, entry: _StepMetrics) -> None:
         if entry.generation != self._generation:
             self._tracker.open(entry.job, entry.step)
             self._generation = entry.generation
@@ -352,14 +352,14 @@ def _connect(run: Run, thread: TrackerThread) -> None:
     def reported(step: int, loss: torch.Tensor | float) -> None:
         nonlocal is_first
         begun = {"everstep/generation": float(run.generation), "everstep/world_size": float(run.world_size)}
-        entry = _Entry(run, step, begun if is_first else {})
+        entry = _StepMetrics(run, step, begun if is_first else {})
         entry.loss, is_first = LatestLoss(), False
         entry.loss.update(loss)
         entry.loss.value()  # reads a tensor on the CPU now, before training may change it
         thread.put(entry)
 
     def regrouped(record: RegroupRecord) -> None:
-        entry = _Entry(run, record.step, _numbers(record))
+        entry = _StepMetrics(run, record.step, _numbers(record))
         entry.record = record
         thread.put(entry)
 

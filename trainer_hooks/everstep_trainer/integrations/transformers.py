@@ -37,7 +37,7 @@ from transformers.trainer_callback import ExportableState
 from everstep_trainer.data.epochs import EpochLoader
 from everstep_trainer.data.loader import Loader, is_stream
 from everstep_trainer.integrations.accelerate import reset_accelerate, unprepared
-from everstep_trainer.integrations.sections import work_alone
+from everstep_trainer.integrations.adapter_parts.sections import work_alone
 from everstep_trainer.run import Run
 
 __all__ = ["attach", "reset_accelerate"]
@@ -79,13 +79,13 @@ def attach(
         if seed is None:
             seed = trainer.args.seed
         epochs = _Epochs(trainer, run, seed, global_batch)
-        callback: _EverstepCallback = _EpochCallback(trainer, run, seed, exact, extra_objects, epochs)
+        callback: _TransformersCallback = _EpochCallback(trainer, run, seed, exact, extra_objects, epochs)
     else:
         if trainer.args.max_steps <= 0:
             raise ValueError("set TrainingArguments(max_steps=...): the batches of an attached Trainer have no end")
         accumulated = trainer.args.gradient_accumulation_steps
         trainer.get_train_dataloader = lambda: _remaining_batches(run, loader, accumulated)
-        callback = _EverstepCallback(trainer, run, seed or 0, exact, extra_objects)
+        callback = _TransformersCallback(trainer, run, seed or 0, exact, extra_objects)
     trainer.add_callback(callback)
     _leave_out_checkpoint(trainer, run)
     work_alone(run, trainer, _save_checkpoint="checkpoint", save_model="saving the model", push_to_hub="upload")
@@ -138,7 +138,7 @@ def _remaining_batches(run: Run, loader: Loader, accumulated: int) -> Iterator[A
     yield from map(loader.batch, itertools.count(run.last_finished_step * accumulated + 1))
 
 
-class _EverstepCallback(TrainerCallback):
+class _TransformersCallback(TrainerCallback):
     """Tracks model, optimizer, schedule and loss scaler, and finishes a step of the run with each update."""
 
     def __init__(self, trainer: Trainer, run: Run, seed: int, exact: bool, extra_objects: dict[str, Any]) -> None:
@@ -369,7 +369,9 @@ class _Epochs:
 
     def _callbacks(self) -> list[Any]:
         """Return the callbacks with a state, such as EarlyStoppingCallback."""
-        return [one for one in self._trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
+        return [
+            callback for callback in self._trainer.callback_handler.callbacks if isinstance(callback, ExportableState)
+        ]
 
 
 class LogHistory:
@@ -399,7 +401,7 @@ def _without_times(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if not name.endswith(("_runtime", "_per_second"))}
 
 
-class _EpochCallback(_EverstepCallback):
+class _EpochCallback(_TransformersCallback):
     """Also tracks the place in the epochs."""
 
     def __init__(

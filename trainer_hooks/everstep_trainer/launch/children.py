@@ -12,6 +12,12 @@ from datetime import timedelta
 from time import perf_counter
 
 from everstep.chaos.targets import JOB_VARIABLE
+from everstep_trainer.launch.assignment import (
+    CONTROL_FD_VARIABLE,
+    LOCAL_RANK_VARIABLE,
+    STARTED_AT_VARIABLE,
+    WORKER_PID_VARIABLE,
+)
 from everstep_trainer.launch.forking.process_setup import (
     NOTICE_SIGNALS,
     keep_freed_memory,
@@ -20,12 +26,6 @@ from everstep_trainer.launch.forking.process_setup import (
 )
 from everstep_trainer.launch.forking.process_title import set_first_title
 from everstep_trainer.launch.output.marks import mark_warnings, show_line
-from everstep_trainer.runtime.assignment import (
-    CONTROL_FD_VARIABLE,
-    LOCAL_RANK_VARIABLE,
-    STARTED_AT_VARIABLE,
-    WORKER_PID_VARIABLE,
-)
 
 
 def serve_store(descriptors: tuple[int, ...], *, address: str, port: int) -> None:

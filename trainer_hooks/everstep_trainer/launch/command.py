@@ -16,7 +16,7 @@ import typer
 
 from everstep.command_line import CONTEXT_SETTINGS, Flags, Version, make_app, takes_settings
 from everstep.errors import ConfigurationError, exit_on_errors
-from everstep.parent_process import die_with_parent
+from everstep.host.parent_process import die_with_parent
 from everstep.printable_text import escape_control
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep_trainer.launch.init_process import continue_in_child_of_init

@@ -21,7 +21,9 @@ def find_earlier_run(options: LaunchOptions) -> EarlierRun | None:
     found = find_stored_run(root, options.job, fresh=options.fresh)
     return EarlierRun(
         folder=found.folder,
-        versions=tuple(StoredVersion(version=one, url=url, written_at=at) for one, url, at in found.checkpoints),
+        versions=tuple(
+            StoredVersion(version=checkpoint, url=url, written_at=at) for checkpoint, url, at in found.checkpoints
+        ),
         generation=found.generation,
         fresh=options.fresh,
     )

@@ -24,14 +24,14 @@ class EndingSignals:
     def __init__(self) -> None:
         self.received: list[signal.Signals] = []
         self._deliver: Callable[[signal.Signals], None] | None = None
-        self._cancel: Callable[[], object] = bool
+        self._cancel: Callable[[], object] | None = None
 
     def receive(self, number: signal.Signals) -> None:
         """Handle a signal: pass the first one to the running launcher, or cancel its work."""
         self.received.append(number)
         if len(self.received) == 1 and self._deliver is not None:
             self._deliver(number)
-        else:
+        elif self._cancel is not None:
             self._cancel()
 
     def cancel_by(self, cancel: Callable[[], object]) -> None:
@@ -63,7 +63,9 @@ def kept_progress(checkpoints: JobCheckpoints) -> KeptProgress:
     """Return the newest complete version of each place."""
 
     def newest(tier: str) -> CheckpointCopy | None:
-        found = (one for one in checkpoints.versions if one.storage_tier == tier and one.state == "complete")
+        found = (
+            version for version in checkpoints.versions if version.storage_tier == tier and version.state == "complete"
+        )
         return max(found, key=lambda one: one.version, default=None)
 
     return KeptProgress(newest("memory"), newest("storage"), checkpoints.last_error)

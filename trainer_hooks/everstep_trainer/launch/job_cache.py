@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 
-from everstep.private_files import make_private_directories
+from everstep.host.private_files import make_private_directories
 
 log = logging.getLogger(__name__)
 

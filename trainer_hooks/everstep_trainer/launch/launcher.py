@@ -24,14 +24,18 @@ from everstep.vocabulary import GenerationReason
 from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob
 from everstep.wire.v1.local import RankExited
 from everstep.wire.v1.training import EarlierRun, JobSpec, LauncherJoined, LauncherLeaving
-from everstep_trainer.launch.agent_link import Directive, LauncherLink
 from everstep_trainer.launch.earlier_run import describe_start, find_earlier_run
-from everstep_trainer.launch.fleet_access import FleetAccess
 from everstep_trainer.launch.forking.fork_client import ForkServerLost
 from everstep_trainer.launch.forking.fork_messages import Exited, Forked, ForkServerReady
 from everstep_trainer.launch.forking.process_setup import NOTICE_SIGNALS
 from everstep_trainer.launch.interruption import EndingSignals, describe_continuation, wait_until_saved
-from everstep_trainer.launch.job_rendezvous import (
+from everstep_trainer.launch.options import LaunchOptions
+from everstep_trainer.launch.output.worker_output import WorkerOutput, copying_output
+from everstep_trainer.launch.processes import STORE_SERIAL, ProcessEvent, WorkerProcesses, WorkerReachedMain
+from everstep_trainer.launch.progress_display import showing_progress
+from everstep_trainer.launch.run_receipt import report_fleet_run, report_run
+from everstep_trainer.launch.services.fleet_access import FleetAccess
+from everstep_trainer.launch.services.job_rendezvous import (
     LOOPBACK,
     Endpoint,
     collective_environment,
@@ -39,12 +43,8 @@ from everstep_trainer.launch.job_rendezvous import (
     rendezvous_host,
     watch_first_node,
 )
-from everstep_trainer.launch.options import LaunchOptions
-from everstep_trainer.launch.output.rank_output import RankOutput, copying_output
-from everstep_trainer.launch.private_services import PrivateServices, prepare_state_dir
-from everstep_trainer.launch.processes import STORE_SERIAL, ProcessEvent, WorkerProcesses, WorkerReachedMain
-from everstep_trainer.launch.progress_display import showing_progress
-from everstep_trainer.launch.run_receipt import report_fleet_run, report_run
+from everstep_trainer.launch.services.launcher_connection import Directive, LauncherConnection
+from everstep_trainer.launch.services.private_services import PrivateServices, prepare_state_dir
 from everstep_trainer.launch.worker_pool import (
     AwaitJobEnd,
     GiveUp,
@@ -98,7 +98,7 @@ class FirstNodeLost(msgspec.Struct, frozen=True):
 
 
 class JobEndOverdue(msgspec.Struct, frozen=True):
-    """A process ended with status 0 ``waits`` waits ago, and nobody has ended the job.
+    """A process ended with status 0 ``waits`` waits ago, and nothing has ended the job.
 
     ``joins``: how often this launcher had joined the job before the last of these waits.
     """
@@ -265,7 +265,7 @@ class Launcher:
         processes: WorkerProcesses,
         events: asyncio.Queue[LauncherEvent],
         labels: dict[int, str],
-        output: RankOutput,
+        output: WorkerOutput,
         fleet: FleetAccess | None = None,
         earlier: EarlierRun | None = None,
     ) -> None:
@@ -286,8 +286,8 @@ class Launcher:
             standby_delay_s=options.standby_delay_s,
             max_script_restarts=options.max_script_restarts if options.max_nodes == 1 else None,
         )
-        self._link = LauncherLink(agent_socket, options.job, self._make_joined, events.put_nowait)
-        self._link_task: asyncio.Task[None] | None = None
+        self._connection = LauncherConnection(agent_socket, options.job, self._make_joined, events.put_nowait)
+        self._connection_task: asyncio.Task[None] | None = None
         self._incarnation = int(clock.wall() * 1000)
         self._global_ranks: dict[int, int] = {}
         self._generations_seen = 0
@@ -337,10 +337,10 @@ class Launcher:
                             self._pool.remove_worker(event.serial)
             except TimeoutError:
                 self._warn_of_kill()
-        await self._link.leave(detail)
-        if self._link_task is not None:
-            self._link_task.cancel()
-            await asyncio.wait([self._link_task])
+        await self._connection.leave(detail)
+        if self._connection_task is not None:
+            self._connection_task.cancel()
+            await asyncio.wait([self._connection_task])
 
     # --- ending by a signal -------------------------------------------------------------------------------------------
 
@@ -369,7 +369,7 @@ class Launcher:
             ranks_ended=ranks_ended,
             is_notice=is_notice,
         )
-        self._link.report(message)
+        self._connection.report(message)
 
     def _handle_while_ending(self, event: LauncherEvent, outcome: LauncherOutcome) -> LauncherOutcome | None:
         """Handle an event after the first signal: nothing is replaced, and the last exit ends the work."""
@@ -427,9 +427,9 @@ class Launcher:
                 return self._handle_fork_server_loss()
             case WorkerReachedMain():
                 outcome = self._carry_out(self._pool.handle_reached_main(event.serial))
-                # Join once all ranks here could begin: a spare that is still importing would delay everybody.
-                if self._link_task is None and self._pool.is_ready:
-                    self._link_task = asyncio.create_task(self._link.run(), name="agent link")
+                # Join once all ranks here could begin: a spare that is still importing would delay all nodes.
+                if self._connection_task is None and self._pool.is_ready:
+                    self._connection_task = asyncio.create_task(self._connection.run(), name="agent connection")
                 return outcome
             case StandbyDue():
                 return self._carry_out(self._pool.handle_standby_due()) if self._stopping is None else None
@@ -537,13 +537,13 @@ class Launcher:
         spec = directive.spec
         if spec.job != self._options.job or spec.number < self._pool.generation or self._stopping is not None:
             return None
-        self._global_ranks = {member.local_rank: member.rank for member in spec.members_on(self._link.node)}
-        self._output.note_ranks(self._link.node, self._global_ranks)
-        if self._fleet is not None and self._link.welcome is not None:
-            self._fleet.update(self._link.welcome, spec)
+        self._global_ranks = {member.local_rank: member.rank for member in spec.members_on(self._connection.node)}
+        self._output.note_ranks(self._connection.node, self._global_ranks)
+        if self._fleet is not None and self._connection.welcome is not None:
+            self._fleet.update(self._connection.welcome, spec)
         if spec.number > self._pool.generation:
             self._generations_seen += 1
-            context = {"job": spec.job, "generation": spec.number, "trace": spec.trace, "node": self._link.node}
+            context = {"job": spec.job, "generation": spec.number, "trace": spec.trace, "node": self._connection.node}
             is_plain = spec.reason is GenerationReason.FORMED and self._options.max_nodes == 1
             level = logging.DEBUG if is_plain else logging.INFO
             log.log(level, "generation %d, %d ranks: %s", spec.number, spec.world_size, spec.sentence, extra=context)
@@ -576,7 +576,8 @@ class Launcher:
     def _handle_job_end_overdue(self, event: JobEndOverdue) -> LauncherOutcome | None:
         if self._stopping is not None:
             return None
-        if self._link.connected and event.joins == self._joins:  # an agent that connected meanwhile may not know yet
+        # An agent that connected meanwhile may not know yet.
+        if self._connection.connected and event.joins == self._joins:
             ended, now = event.ended, self._clock.monotonic()
             return self._carry_out(self._pool.handle_early_exit(ended.local_rank, ended.pid, now))
         if event.waits >= MAX_JOB_END_WAITS and self._pool.is_finished:
@@ -623,7 +624,7 @@ class Launcher:
             case ScheduleStandby():
                 self._schedule(action.delay_s, StandbyDue())
             case RankExited():
-                self._link.report(action)
+                self._connection.report(action)
                 status = describe_exit(action.exit_code, action.signal)
                 then = "; a replacement takes over" if action.has_replacement else ""
                 log.warning("local rank %d (pid %d) ended with %s%s", action.local_rank, action.pid, status, then)

@@ -143,7 +143,7 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Steps between digests of the parameters, besides those of versions to be committed. 0: no digests."""
     sdc: Literal["", "off", "light", "standard", "paranoid"] = ""
     """How thoroughly the ranks check each other's work for silent corruption: light takes up to 1 % of a step,
-    standard 3 %, paranoid 20 %. standard and paranoid keep two more versions in memory. Default: light, which then
+    standard 3 %, paranoid 30 %. standard and paranoid keep two more versions in memory. Default: light, which then
     only reports."""
     sdc_mode: Literal["", "report", "enforce"] = ""
     """What follows from a difference: report (a finding and an event), or enforce (steps are computed again, and a node

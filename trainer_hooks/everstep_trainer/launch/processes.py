@@ -14,8 +14,13 @@ import msgspec
 
 from everstep.chaos.targets import AGENT_SOCKET_VARIABLE, JOB_VARIABLE
 from everstep.errors import ConfigurationError, Unavailable
-from everstep.processes import has_signal_handler
-from everstep_trainer.launch.forking.fork_client import ForkServerLink, ForkServerLost
+from everstep.host.processes import has_signal_handler
+from everstep_trainer.launch.assignment import (
+    ALLOW_BIT_FLIPS_VARIABLE,
+    LOCAL_RANK_VARIABLE,
+    START_FROM_VARIABLE,
+)
+from everstep_trainer.launch.forking.fork_client import ForkServerClient, ForkServerLost
 from everstep_trainer.launch.forking.fork_messages import (
     ControlChannel,
     FromForkServer,
@@ -26,17 +31,16 @@ from everstep_trainer.launch.forking.fork_messages import (
 from everstep_trainer.launch.forking.forkserver import PRELOAD_VARIABLE
 from everstep_trainer.launch.job_cache import cache_environment
 from everstep_trainer.launch.options import LaunchOptions
-from everstep_trainer.launch.output.rank_output import RankOutput
-from everstep_trainer.launch.private_services import resolve_state_dir
-from everstep_trainer.runtime.assignment import (
-    ALLOW_BIT_FLIPS_VARIABLE,
-    LOCAL_RANK_VARIABLE,
-    START_FROM_VARIABLE,
-)
+from everstep_trainer.launch.output.worker_output import WorkerOutput
+from everstep_trainer.launch.services.private_services import resolve_state_dir
 
 # ---- environment variables of the fork server and of workers; those of a generation are set by the worker itself
 
 log = logging.getLogger(__name__)
+
+NCCL2_VARIABLE = "TORCH_DIST_USE_NCCL2"
+"""Read when torch is imported: which implementation the name "nccl" stands for. From torch 2.15 on the newer one,
+nccl2, is the default. Its abort ended the process in torch 2.14, and Everstep was not tested with it."""
 
 
 def fork_server_environment(options: LaunchOptions, environ: Mapping[str, str]) -> dict[str, str]:
@@ -47,6 +51,7 @@ def fork_server_environment(options: LaunchOptions, environ: Mapping[str, str]) 
     """
     name = options.cache_name or options.job
     environment = {**environ, **cache_environment(resolve_state_dir(options.state_dir, environ), name, environ)}
+    environment.setdefault(NCCL2_VARIABLE, "0")
     environment[PRELOAD_VARIABLE] = ",".join(options.preload)
     environment[JOB_VARIABLE] = options.job  # by these two `everstep chaos` finds the processes of a job
     if options.agent_socket is not None:
@@ -141,13 +146,13 @@ class WorkerProcesses:
         environ: Mapping[str, str],
         listener: socket.socket,
         on_event: Callable[[ProcessEvent], None],
-        output: RankOutput,
+        output: WorkerOutput,
     ) -> None:
         self._options = options
         self._output = output
         self._listener = listener
         self._on_event = on_event
-        self._forks = ForkServerLink(on_event, fork_server_environment(options, environ))
+        self._forks = ForkServerClient(on_event, fork_server_environment(options, environ))
         self._controls: dict[int, ControlChannel[ReachedMain]] = {}
 
     @property

@@ -39,7 +39,7 @@ class ProgressText:
     """Describes a job's progress in one line, from its newest and its earlier states."""
 
     def __init__(self, window_s: float = RATE_WINDOW_S) -> None:
-        self._rate = StepRate(window_s)
+        self._rate = StepRateMeter(window_s)
         self._until_step = 0  # not known while ranks regroup
 
     def update(self, detail: JobDetail, monotonic: float, now: float) -> str:
@@ -69,7 +69,7 @@ class ProgressText:
         return ", ".join(filter(None, parts))
 
 
-class StepRate:
+class StepRateMeter:
     """Steps per second over the last seconds; a step that is computed again does not count."""
 
     def __init__(self, window_s: float) -> None:

@@ -10,8 +10,8 @@ import msgspec
 from everstep.receipts.receipt_files import store_receipt
 from everstep.receipts.text import summary_lines
 from everstep.wire.v1.receipts import JobReceipt, ReceiptResult
-from everstep_trainer.launch.fleet_access import FleetAccess
-from everstep_trainer.launch.private_services import PrivateServices
+from everstep_trainer.launch.services.fleet_access import FleetAccess
+from everstep_trainer.launch.services.private_services import PrivateServices
 
 log = logging.getLogger(__name__)
 
@@ -70,5 +70,5 @@ def concluded(receipt: JobReceipt, exit_status: int | None, sentence: str) -> Jo
     result: ReceiptResult = "interrupted" if exit_status is None else "failed" if exit_status else "finished"
     if result == "interrupted" and receipt.result != "running":
         result = receipt.result  # the job was over when the signal came
-    kept = tuple(one for one in receipt.versions if one.storage_tier == "storage")
+    kept = tuple(version for version in receipt.versions if version.storage_tier == "storage")
     return msgspec.structs.replace(receipt, result=result, sentence=sentence or receipt.sentence, versions=kept)

@@ -24,13 +24,13 @@ import msgspec
 import torch.distributed as dist
 
 import everstep
-from everstep.parent_process import die_with_parent
-from everstep.processes import has_signal_handler
+from everstep.host.parent_process import die_with_parent
+from everstep.host.processes import has_signal_handler
 from everstep_trainer.config import HookSettings
+from everstep_trainer.launch.assignment import TORCHRUN_SCRIPT_VARIABLE
 from everstep_trainer.launch.children import execute_script
 from everstep_trainer.launch.forking.process_setup import NOTICE_SIGNALS
 from everstep_trainer.launch.processes import TORCHRUN_SCRIPT_MODULE, ScriptCommand
-from everstep_trainer.runtime.assignment import TORCHRUN_SCRIPT_VARIABLE
 
 UNLIMITED_S = 10 * 365 * 86400.0
 LEAVE_MARGIN_S = 5.0

@@ -43,7 +43,7 @@ class PromoteWorker(msgspec.Struct, frozen=True):
 class AwaitJobEnd(msgspec.Struct, frozen=True):
     """The process of a local rank ended with status 0, which is right only if the job is over.
 
-    Call ``handle_early_exit`` if nobody ends the job.
+    Call ``handle_early_exit`` if nothing ends the job.
     """
 
     local_rank: int

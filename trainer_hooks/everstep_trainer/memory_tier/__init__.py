@@ -1,1 +1,4 @@
-"""Talk to the node's vault, and keep torch.distributed.checkpoint data in its memory."""
+"""Keep torch.distributed.checkpoint data of a script's own calls in the vaults' memory.
+
+Snapshots that Everstep takes by itself belong in ``snapshot``, the client of the vault in ``slots``.
+"""

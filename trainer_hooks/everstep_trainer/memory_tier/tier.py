@@ -13,9 +13,9 @@ from everstep.errors import ConfigurationError, NotRestorable
 from everstep.ids import Version
 from everstep.wire.v1.local import SlotInfo
 from everstep.wire.v1.training import GenerationSpec, Member
-from everstep_trainer.memory_tier.vault_client import VaultClient
-from everstep_trainer.restore.local_slots import LocalSlots
-from everstep_trainer.restore.version_choice import FIRST_CHECKPOINT_RANK
+from everstep_trainer.slots.local_slots import LocalSlots
+from everstep_trainer.slots.vault_client import VaultClient
+from everstep_trainer.slots.version_choice import FIRST_CHECKPOINT_RANK
 
 FIRST_CHECKPOINT_LOCAL_RANK = 32  # half of the local ranks for which a vault keeps segments
 TIER_SLOTS = 3  # the checkpoint being written, the newest complete one, and the newest other one
@@ -41,7 +41,7 @@ class MemoryTier:
     def __reduce__(self) -> NoReturn:
         raise TypeError(
             "a VaultWriter writes in the process of its rank: torch.distributed.checkpoint.async_save takes "
-            "async_checkpointer_type=AsyncCheckpointerType.THREAD with it (docs/decisions/0048)"
+            "async_checkpointer_type=AsyncCheckpointerType.THREAD with it (docs/decisions/0028)"
         )
 
     @property

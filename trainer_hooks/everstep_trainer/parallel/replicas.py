@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -20,17 +20,22 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.parallel import DistributedDataParallel
 
+from everstep_trainer.base.progress import CollectiveTimer
 from everstep_trainer.data.loader import iter_batches
 from everstep_trainer.data.rng import ALL_REPLICAS
 from everstep_trainer.data.sampler import Sampler, StepPart
-from everstep_trainer.loss_guard import Loss
 from everstep_trainer.memory_tier.tier import MemoryTier
-from everstep_trainer.parallel.exact.summation import VirtualMean, all_gather
+from everstep_trainer.parallel.exact.summation import VirtualMean
 from everstep_trainer.parallel.exact.virtual_ranks import ExactMode
-from everstep_trainer.parallel.gradients import add_in_rank_order, replicate
-from everstep_trainer.runtime.progress import CollectiveTimer
+from everstep_trainer.parallel.exchange import Exchange
+from everstep_trainer.parallel.lane import all_gather, make_lane
+from everstep_trainer.parallel.ordered_gradients import add_in_rank_order, exchanges_of, replicate
+from everstep_trainer.parallel.wait_report import WaitReport
 from everstep_trainer.state.tracked_objects import as_list
 from everstep_trainer.state.untracked_state import ReplicaSync
+
+Loss = torch.Tensor | Sequence[torch.Tensor]
+"""A replica's mean loss, or in exact mode one for each virtual rank."""
 
 # ---- place of a rank in its generation
 
@@ -213,7 +218,7 @@ def warn_of_model_parallelism(tracked: Iterable[object], world_size: int) -> Non
 
 def find_model_parallelism(tracked: Iterable[object], world_size: int) -> str:
     """Return a sign of model parallelism in the tracked modules, or an empty string; pipelines may show none."""
-    modules = (module for one in tracked for module in as_list(one) if isinstance(module, nn.Module))
+    modules = (module for item in tracked for module in as_list(item) if isinstance(module, nn.Module))
     signs = (sign for module in modules for sign in _find_in_module(module, "", False, world_size))
     return next(signs, "")
 
@@ -248,16 +253,33 @@ class StepParallelism:
     """The replica-dependent operations of ``Run``, documented there. ``on_wait`` receives seconds of collectives."""
 
     def __init__(self, context: RankContext, replicas: ReplicaAssignment, on_wait: Callable[[float], None]) -> None:
-        self._context, self._replicas, self._on_wait = context, replicas, on_wait
+        self._context, self._replicas = context, replicas
+        self._waits = waits = WaitReport()
+
+        def count_wait(seconds: float) -> None:  # DDP keeps it, where no cycle of references is found: so not ``self``
+            waits.add(seconds)
+            on_wait(seconds)
+
+        self._on_wait = count_wait
         self._exact: ExactMode | None = None
         self._replica_sync = ReplicaSync()
         self._equal_already = context.will_restore
         self.ddp_wrappers: list[nn.Module] = []
         """The wrappers that ``replicate`` made."""
+        self._exchanges: list[Exchange] = []
+
+    def close(self) -> None:
+        """End the exchanges of gradients, also one that waits for a rank that is gone."""
+        for exchange in self._exchanges:
+            exchange.close()
+        if self._exact is not None:
+            self._exact.close()
 
     def step_finished(self) -> None:
         if self._exact is not None:
             self._exact.step_finished()
+        if self._context.rank == 0 and (self._exchanges or self._exact is not None):
+            self._waits.step_finished()
 
     def replicate(self, model: nn.Module, exact: bool, virtual_ranks: int | None, options: dict[str, Any]) -> nn.Module:
         if virtual_ranks is not None:
@@ -267,6 +289,7 @@ class StepParallelism:
         if self._context.mesh is None or not self._replicas.set_gradient_group(options):
             return model
         replicas = replicate(model, exact=exact, equal_already=self._equal_already, on_wait=self._on_wait, **options)
+        self._exchanges += exchanges_of(replicas)
         self._replica_sync.add_model(model, replicas.process_group, ignored=replicas.parameters_to_ignore)
         self.ddp_wrappers.append(replicas)
         return replicas
@@ -276,6 +299,7 @@ class StepParallelism:
         for module in model.modules():
             if isinstance(module, DistributedDataParallel) and not module._comm_hooks:
                 add_in_rank_order(module, self._on_wait)
+                self._exchanges += exchanges_of(module)
 
     def _replicate_virtually(self, model: nn.Module, count: int, exact: bool, options: dict[str, Any]) -> nn.Module:
         if options or not exact:
@@ -288,7 +312,9 @@ class StepParallelism:
             )
         if self._exact is None:
             place = self._context
-            self._exact = ExactMode(VirtualMean(count, place.rank, place.world_size, CollectiveTimer(self._on_wait)))
+            timer = CollectiveTimer(self._on_wait)
+            lane = None if place.world_size == 1 else make_lane(None, place.device, timer, own_stream=False)
+            self._exact = ExactMode(VirtualMean(count, place.rank, place.world_size, timer, lane))
         elif (known := self._exact.mean.virtual_ranks) != count:
             raise ValueError(f"another model of this run has {known} virtual ranks, not {count}")
         self._exact.add_model(model, equal_already=self._equal_already)

@@ -22,18 +22,18 @@ from everstep.layout.manifests import Manifest, decode_manifest
 from everstep.wire.v1.local import SlotInfo
 from everstep.wire.v1.training import GenerationSpec, Member
 from everstep.wire.v1.vault_reports import Protection
-from everstep_trainer.memory_tier.vault_client import VaultClient
-from everstep_trainer.restore.fetch import SlotLoader
-from everstep_trainer.restore.local_slots import BadSlot, LocalSlots
-from everstep_trainer.restore.version_choice import (
+from everstep_trainer.base.interrupt import WAIT_SLICE_S
+from everstep_trainer.slots.fetch import SlotLoader
+from everstep_trainer.slots.layout_exchange import decode_value, poll_values, put_value, wait_for_values
+from everstep_trainer.slots.local_slots import BadSlot, LocalSlots
+from everstep_trainer.slots.vault_client import VaultClient
+from everstep_trainer.slots.version_choice import (
     VersionChoice,
     choose_version,
     is_admitted,
     is_usable,
     only_snapshots,
 )
-from everstep_trainer.runtime.interrupt import WAIT_SLICE_S
-from everstep_trainer.snapshot.exchange import decode_value, poll_values, put_value, wait_for_values
 from everstep_trainer.state.layout import content_digest
 from everstep_trainer.state.tensors import ADD_BEFORE_TRACK
 
@@ -132,7 +132,7 @@ class RestoreAgreement:
             raise self._survey_error
 
     def close(self) -> None:
-        """Stop the survey: nobody waits for the proposal any more."""
+        """Stop the survey: no rank waits for the proposal any more."""
         self._stop.set()
 
     def _survey(self) -> None:
@@ -189,7 +189,7 @@ class RestoreAgreement:
         return self.knows_manifest(digest) or self._store.check([f"restore/manifest/{digest}"])
 
     def manifest(self, digest: str) -> Manifest:
-        """Return a known or published manifest. Raises MalformedMessage if nobody could read it, or it is damaged."""
+        """Return a known or published manifest. Raises MalformedMessage if no rank could read it, or it is damaged."""
         if digest not in self._manifests:
             if not self._is_manifest_available(digest):
                 raise MalformedMessage(f"manifest {digest} could not be read by any node that holds it")
@@ -253,7 +253,7 @@ class RestoreAgreement:
         return found
 
     def _parity_slots(self, protection: Protection, there: Collection[int]) -> Iterator[SlotInfo]:
-        """Yield shards of the protected version that nobody holds, as vaults can rebuild them from parity."""
+        """Yield shards of the protected version that no vault holds, as vaults can rebuild them from parity."""
         for group in protection.shards():
             for rank, node in group.members:
                 if rank in there:

@@ -19,14 +19,16 @@ from everstep.clock import Clock
 from everstep.errors import MalformedMessage, NotRestorable
 from everstep.ids import Version
 from everstep.layout.manifests import Box, Manifest, TensorInfo
-from everstep.layout.slots import SegmentView, segment_name
+from everstep.layout.segment_header import segment_name
+from everstep.layout.slots import SegmentView
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.vocabulary import Finding, FindingKind, Mode, Severity
 from everstep.wire.v1.local import SlotInfo
 from everstep.wire.v1.training import FindingRaised, GenerationSpec, Member
-from everstep_trainer.memory_tier.vault_client import VaultClient
 from everstep_trainer.restore.agreement import RestoreAgreement, RestoreOutcome, SlotKey, encode_live_tensors, slot_key
-from everstep_trainer.restore.fetch import (
+from everstep_trainer.sdc.audit import Mismatch
+from everstep_trainer.sdc.restore_audit import RestoreAudit
+from everstep_trainer.slots.fetch import (
     FilledPiece,
     NeededBox,
     PlannedRead,
@@ -35,11 +37,10 @@ from everstep_trainer.restore.fetch import (
     SlotLoader,
     plan_reads,
 )
-from everstep_trainer.restore.local_slots import BadSlot, HashScope, LocalSlots, SlotDiffersFromState, threads_for
-from everstep_trainer.restore.remote_slots import BadTransfer
-from everstep_trainer.restore.version_choice import VersionChoice
-from everstep_trainer.sdc.audit import Mismatch
-from everstep_trainer.sdc.restore_audit import RestoreAudit
+from everstep_trainer.slots.local_slots import BadSlot, HashScope, LocalSlots, SlotDiffersFromState, threads_for
+from everstep_trainer.slots.remote_slots import BadTransfer
+from everstep_trainer.slots.vault_client import VaultClient
+from everstep_trainer.slots.version_choice import VersionChoice
 from everstep_trainer.state.python_state import MergedState, PythonState, StateName
 from everstep_trainer.state.python_state import decode as decode_python
 from everstep_trainer.state.tensors import TrackedTensor

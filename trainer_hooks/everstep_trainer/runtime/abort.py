@@ -22,7 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from everstep_trainer.runtime import interrupt
+from everstep_trainer.base import interrupt
 
 # ---- the process's own sockets, as the kernel lists them in /proc/self
 

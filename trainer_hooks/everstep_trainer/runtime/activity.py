@@ -1,7 +1,7 @@
 """Tell what this rank's main thread does while it makes no progress, from the signal thread.
 
-The kernel says whether the process works (`everstep.process_activity`). Python says more: the collective in which the
-main thread waits, the line of the training script, a debugger's prompt, and whether a loop repeats one line.
+The kernel says whether the process works (`everstep.host.process_activity`). Python says more: the collective in which
+the main thread waits, the line of the training script, a debugger's prompt, and whether a loop repeats one line.
 """
 
 from __future__ import annotations
@@ -20,18 +20,24 @@ import msgspec
 import everstep
 import everstep_trainer
 from everstep.clock import Clock
-from everstep.process_activity import ActivityWindow, Work, sample_process
+from everstep.host.process_activity import ActivityWindow, Work, sample_process
 from everstep.vocabulary import RankActivity
+from everstep_trainer.base import interrupt
+from everstep_trainer.base.progress import StepProgress, WorkSection
 from everstep_trainer.config import HookSettings
-from everstep_trainer.runtime import interrupt
-from everstep_trainer.runtime.progress import StepProgress, WorkSection
 
 SAMPLE_S = 0.2
 """Seconds between two samples of the process."""
 WINDOW_MIN_S, WINDOW_MAX_S = 0.5, 2.0
 """Seconds over which the process is judged: at least, and at most."""
-OTHERS_SHARE = 0.05
-"""Share of the time for which other threads of a process in a busy loop may use processors: they could end the loop."""
+OTHERS_SHARE = 0.02
+"""Share of the time for which the program's other threads may use processors while a loop counts as busy.
+
+They could end the loop. A thread that makes many short operations gets little more: a loop in Python keeps the GIL for
+5 ms at a time, so operations of 0.3 ms use 6 % of a processor.
+"""
+ENDED_THREADS_SHARE = 0.05
+"""The same for threads that ended meanwhile. Their time is known to 10 ms only, and mixed with that of our threads."""
 MAX_FRAMES = 200
 
 _LIBRARIES = tuple(
@@ -50,7 +56,11 @@ _COLLECTIVE_MODULES = (
     "everstep_trainer.restore",
     "everstep_trainer.importers",
     "everstep_trainer.sdc",
+    "everstep_trainer.digests",
     "everstep_trainer.snapshot.slot_negotiation",
+    "everstep_trainer.slots.fetch",
+    "everstep_trainer.slots.local_slots",
+    "everstep_trainer.slots.remote_slots",
 )
 """Modules whose calls in C++ wait for other ranks, in a collective or at the rendezvous store."""
 
@@ -105,7 +115,9 @@ class MainThreadObserver:
         if now - self._sampled_at < SAMPLE_S:
             return self._state
         self._sampled_at = now
-        sample = sample_process(os.getpid(), now, without_thread=threading.get_native_id())
+        sample = sample_process(
+            os.getpid(), now, without_thread=threading.get_native_id(), background=_everstep_threads()
+        )
         if sample is not None:
             self._window.add(sample)
         frames = main_frames()
@@ -170,8 +182,10 @@ class MainThreadObserver:
         if not frames or now - self._spot_since < self._settings.busy_loop_s or not _repeats_without_call(frames[0]):
             return False
         first, last = self._window.ends
-        others_s = (last.cpu_s - last.main_cpu_s) - (first.cpu_s - first.main_cpu_s)
-        if others_s > OTHERS_SHARE * (last.at - first.at):
+        seconds = last.at - first.at
+        if last.others_cpu_s - first.others_cpu_s > OTHERS_SHARE * seconds:
+            return False
+        if (last.cpu_s - last.main_cpu_s) - (first.cpu_s - first.main_cpu_s) > ENDED_THREADS_SHARE * seconds:
             return False
         before, self._variables = self._variables, _comparable(frames[0])
         return before == self._variables
@@ -180,6 +194,15 @@ class MainThreadObserver:
 def _is_debugger(frame: FrameType) -> bool:
     package = frame.f_globals.get("__name__", "").partition(".")[0]
     return package in _DEBUGGERS and not is_script_file(frame.f_code.co_filename)
+
+
+def _everstep_threads() -> frozenset[int]:
+    """Return the kernel ids of Everstep's own threads, whose names tell them apart."""
+    return frozenset(
+        thread.native_id
+        for thread in threading.enumerate()
+        if thread.native_id is not None and thread.name.startswith("everstep")
+    )
 
 
 def main_frames() -> list[FrameType]:
@@ -219,12 +242,12 @@ def script_stack(limit_lines: int = 10) -> str:
 def _repeats_without_call(frame: FrameType) -> bool:
     """Return whether the frame is at the end of a loop whose body calls nothing."""
     instructions = list(dis.get_instructions(frame.f_code))
-    at = next((i for i, one in enumerate(instructions) if one.offset == frame.f_lasti), None)
+    at = next((i for i, instruction in enumerate(instructions) if instruction.offset == frame.f_lasti), None)
     if at is None or "JUMP_BACKWARD" not in instructions[at].opname:
         return False
     begin = instructions[at].argval
-    body = (one for one in instructions[:at] if one.offset >= begin)
-    return not any(one.opname.startswith(("CALL", "PRECALL")) for one in body)
+    body = (instruction for instruction in instructions[:at] if instruction.offset >= begin)
+    return not any(instruction.opname.startswith(("CALL", "PRECALL")) for instruction in body)
 
 
 def _comparable(frame: FrameType) -> dict[str, object]:

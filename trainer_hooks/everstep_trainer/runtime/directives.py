@@ -1,4 +1,4 @@
-"""Handle the agent's directives and watch the rank's progress, on the link's thread."""
+"""Handle the agent's directives and watch the rank's progress, on the connection's thread."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from everstep.vocabulary import GenerationReason, RankActivity
 from everstep.wire.v1.directives import NewGeneration, StopJob, VersionNotice
 from everstep.wire.v1.local import FromAgent, LauncherLost, RankHeartbeat, ToAgent
 from everstep.wire.v1.training import GenerationSpec, Member, RankStalled
+from everstep_trainer.base.interrupt import Interrupter
+from everstep_trainer.base.progress import StepProgress
 from everstep_trainer.config import HookSettings
 from everstep_trainer.runtime.activity import MainThreadObserver, script_stack
-from everstep_trainer.runtime.interrupt import Interrupter
-from everstep_trainer.runtime.progress import StepProgress
 from everstep_trainer.runtime.stalls import Observer, Stall, StallWatch, all_stacks, main_stack
 
 # ---- received directives: the newest generation and the end of the job
 
 
 class ReceivedDirectives:
-    """The newest directives, written by the link's thread and awaited by the main thread; older ones are ignored."""
+    """The newest directives, written by the connection's thread, awaited by the main thread; older ones are ignored."""
 
     def __init__(self) -> None:
         # not taken through the condition where an interrupt may come; see the module interrupt
@@ -175,7 +175,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False)
 class DirectiveListener:
-    """Listens to the link. The main thread calls ``enter`` and ``leave``; the link's thread calls the rest."""
+    """Listens to the agent. The main thread calls ``enter`` and ``leave``; the connection's thread calls the rest."""
 
     directives: ReceivedDirectives
     membership: GenerationMembership
@@ -190,6 +190,8 @@ class DirectiveListener:
         self._stalls = StallWatch(self.settings, self.clock, self.progress, observer)
         self._spec: GenerationSpec | None = None
         self._member: Member | None = None
+        self._position = (0, 0)  # generation and finished step at the last tick
+        self._is_moving = False
         self.on_versions: Callable[[VersionNotice], None] | None = None  # receives the committed version and candidate
 
     def enter(self, spec: GenerationSpec, member: Member) -> None:
@@ -200,7 +202,7 @@ class DirectiveListener:
     def leave(self) -> None:
         self._spec = self._member = self.on_versions = None
 
-    # --- for the link's thread
+    # --- for the connection's thread
 
     def handle_message(self, message: FromAgent) -> None:
         if isinstance(message, NewGeneration):
@@ -230,9 +232,15 @@ class DirectiveListener:
     def is_aborting(self) -> bool:
         return self.membership.is_aborting
 
+    def may_tick_rarely(self) -> bool:
+        """Return whether training moves on, on full cores: a tick takes one from it, and there is no stall to see."""
+        return self._is_moving and self.progress.are_cores_full
+
     def make_tick(self) -> RankHeartbeat | None:
         self.membership.abort()
         spec, member, progress = self._spec, self._member, self.progress
+        before, self._position = self._position, (progress.generation, progress.finished_step)
+        self._is_moving = before != self._position and self.membership.state is MembershipState.MEMBER
         if spec is None or member is None:
             return None
         if self.membership.state is MembershipState.MEMBER and (stall := self._stalls.check()) is not None:

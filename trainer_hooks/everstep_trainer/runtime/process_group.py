@@ -20,10 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from everstep.ids import split_address
 from everstep.wire.v1.training import GenerationSpec, Member
+from everstep_trainer.base.interrupt import Regroup, poll_or_regroup, wait_or_regroup
 from everstep_trainer.config import HookSettings
 from everstep_trainer.runtime import abort
 from everstep_trainer.runtime.abort import GlooBackend
-from everstep_trainer.runtime.interrupt import Regroup, poll_or_regroup, wait_or_regroup
 
 # ---- device meshes of a process that changes its rank
 #
@@ -41,7 +41,7 @@ _numbers: dict[tuple[object, ...], int] = {}
 
 
 @wraps(_original_init)
-def _init_for_rank(mesh: DeviceMesh, *args: Any, **options: Any) -> None:
+def _init_for_rank(mesh: DeviceMesh, /, *args: Any, **options: Any) -> None:
     _original_init(mesh, *args, **options)
     if mesh._thread_id is None and dist.is_initialized():
         mesh._thread_id = _number_of(mesh)
@@ -217,7 +217,7 @@ class Rendezvous:
             thread.join(max(0.0, deadline - perf_counter()))
 
     def cut_store(self) -> None:
-        """Break the connection to the store from another thread, so that nobody waits on it any longer."""
+        """Break the connection to the store from another thread, so that no thread waits on it any longer."""
         if self._address is None:
             return
         port = self._address[1]

@@ -11,9 +11,9 @@ import msgspec
 
 from everstep.clock import Clock
 from everstep.vocabulary import RankActivity
+from everstep_trainer.base.progress import StepProgress
 from everstep_trainer.config import HookSettings
 from everstep_trainer.runtime.activity import MainThreadState
-from everstep_trainer.runtime.progress import StepProgress
 
 FIRST_JUDGEMENT_S = 1.0
 """Seconds by which the first report may be late because it is not known yet what the rank does."""

@@ -1,4 +1,4 @@
-"""Define what all links of the chain share: what they may know of a run, when they are called, what they report."""
+"""Define what all audits of the chain share: what they may know of a run, when they are called, what they report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 import torch
 from torch import nn
 
-from everstep.vocabulary import AuditLink, AuditRole
+from everstep.vocabulary import AuditKind, AuditRole
 from everstep.wire.v1.local import WrongProduct
 from everstep_trainer.sdc.cost_meter import CostMeter
 
@@ -18,7 +18,7 @@ from everstep_trainer.sdc.cost_meter import CostMeter
 class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
     """This rank's own statement about work whose results differ; see `everstep.wire.v1.training.AuditStatement`."""
 
-    link: AuditLink
+    audit: AuditKind
     step: int
     unit: str
     owner: int
@@ -32,7 +32,7 @@ class Mismatch(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def clears_owner(self) -> bool:
         """Whether this withdraws an earlier suspicion: the samples, and no GPU, made the gradients stand out."""
-        return self.link is AuditLink.GRADIENT_NORM and bool(self.original) and self.original == self.digest
+        return self.audit is AuditKind.GRADIENT_NORM and bool(self.original) and self.original == self.digest
 
 
 class AuditSetup(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,17 +73,17 @@ def is_strided(tensor: torch.Tensor) -> bool:
 
 
 class Audit:
-    """One link of the chain on one rank in one generation. All ranks call the same methods in the same order.
+    """One audit of the chain on one rank in one generation. All ranks call the same methods in the same order.
 
-    A subclass overrides what it needs. ``due``: an audit was planned for this step, on all ranks. In other steps a
-    link is called only if it is needed, as ``is_needed`` says. The methods run on
-    the training thread, so their time counts as the link's cost, and they may call collectives of the default group
-    except in ``begin_step``. Work inside the forward or backward pass goes under ``with self.cost():``, and collectives
-    under ``with self.waiting():`` inside of it: what a rank waits there for a slower one, it would else wait for it in
+    A subclass overrides what it needs. ``due``: an audit was planned for this step, on all ranks. In other steps an
+    audit is called only if it is needed, as ``is_needed`` says. The methods run on the training thread, so their time
+    counts as the audit's cost, and they may call collectives of the default group except in ``begin_step``. Work
+    inside the forward or backward pass goes under ``with self.cost():``, and collectives under
+    ``with self.waiting():`` inside of it: what a rank waits there for a slower one, it would else wait for it in
     training's next collective.
     """
 
-    link: ClassVar[AuditLink]
+    kind: ClassVar[AuditKind]
 
     def __init__(self, setup: AuditSetup) -> None:
         self.setup = setup
@@ -93,14 +93,14 @@ class Audit:
 
     @property
     def rounds(self) -> int:
-        """Due audits after which each part of this rank's work was checked once; 0: the link promises no such thing."""
+        """Due audits after which each part of this rank's work was checked once; 0: it promises no such thing."""
         return 0
 
     def compared_part(self, turn: int) -> int | None:
         """Return which of the ``rounds`` parts the due audit of this step has compared; None: it compared nothing.
 
         Args:
-            turn: The part, if the link audits all parts in turn.
+            turn: The part, if the audit checks all parts in turn.
         """
         return turn
 
@@ -110,19 +110,19 @@ class Audit:
         return ()
 
     def checked_modules(self) -> Iterable[nn.Module]:
-        """Return the modules whose work this link checks, submodules included."""
+        """Return the modules whose work this audit checks, submodules included."""
         return ()
 
     def left_out_modules(self) -> Iterable[tuple[nn.Module, str]]:
-        """Return modules that this link would check, submodules included, each with the reason why it does not."""
+        """Return modules that this audit would check, submodules included, each with the reason why it does not."""
         return ()
 
     def gaps(self) -> Iterable[str]:
-        """Return what else this link does not check, each a clause such as ``audit state is off: ...``."""
+        """Return what else this audit does not check, each a clause such as ``audit state is off: ...``."""
         return ()
 
     def is_needed(self, step: int) -> bool:
-        """Return whether the link is called in this step even if it is not due; the same on all ranks."""
+        """Return whether the audit is called in this step even if it is not due; the same on all ranks."""
         return False
 
     def begin_step(self, step: int, *, due: bool) -> None:
@@ -157,7 +157,7 @@ class Audit:
         """State that this rank's own work of ``unit`` differs; see `Mismatch`. ``arbiter``: one will state it, too."""
         self.setup.report(
             Mismatch(
-                link=self.link,
+                audit=self.kind,
                 step=step,
                 unit=unit,
                 owner=self.setup.rank,
@@ -171,7 +171,7 @@ class Audit:
         )
 
     def cost(self) -> AbstractContextManager[None]:
-        """Count the time of a ``with`` block as this link's cost."""
+        """Count the time of a ``with`` block as this audit's cost."""
         return self.meter.count(work=1.0)
 
     def waiting(self) -> AbstractContextManager[None]:

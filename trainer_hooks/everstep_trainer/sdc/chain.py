@@ -1,6 +1,6 @@
-"""Run the links of the chain against silent corruption in the steps of one generation.
+"""Run the audits of the chain against silent corruption in the steps of one generation.
 
-Each link checks another part of a step's work (`everstep.vocabulary.AuditLink`). The chain calls the links at fixed
+Each audit checks another part of a step's work (`everstep.vocabulary.AuditKind`). The chain calls the audits at fixed
 points of each step, keeps their cost within the preset's share, and reports what they find. The controller judges.
 """
 
@@ -15,11 +15,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from everstep.vocabulary import AuditLink
+from everstep.vocabulary import AuditKind
 from everstep_trainer.sdc.audit import Audit, AuditSetup
 from everstep_trainer.sdc.cost_meter import StepReading
 from everstep_trainer.sdc.coverage import Coverage
-from everstep_trainer.sdc.presets import LinkOptions
+from everstep_trainer.sdc.presets import AuditOptions
 from everstep_trainer.sdc.schedule import AuditSchedule
 
 log = logging.getLogger(__name__)
@@ -33,19 +33,19 @@ class AuditChain:
     """The audits of one rank in one generation.
 
     Args:
-        audits: The links, in the order in which they are called.
+        audits: In the order in which they are called.
         options: Their options.
         setup: The generation.
         first_step: The next step.
         on_clean: Called with a step: every part of this rank's work was checked often enough in the steps after it.
         rotations: How often is enough.
-        coverage: Says what the links leave out; None: nothing does.
+        coverage: Says what the audits leave out; None: nothing does.
     """
 
     def __init__(
         self,
         audits: Sequence[Audit],
-        options: Mapping[AuditLink, LinkOptions],
+        options: Mapping[AuditKind, AuditOptions],
         setup: AuditSetup,
         first_step: int,
         on_clean: Callable[[int], None],
@@ -54,19 +54,19 @@ class AuditChain:
     ) -> None:
         self._coverage = coverage
         self._audits, self._setup, self._on_clean = list(audits), setup, on_clean
-        self._schedule = AuditSchedule({audit.link: options[audit.link] for audit in self._audits}, first_step)
+        self._schedule = AuditSchedule({audit.kind: options[audit.kind] for audit in self._audits}, first_step)
         self._rotations = {
-            audit.link: _Rotation(audit, first_step - 1, rotations) for audit in self._audits if audit.rounds
+            audit.kind: _Rotation(audit, first_step - 1, rotations) for audit in self._audits if audit.rounds
         }
         self._clean_since = first_step - 1
         # Number of the next update. The schedule counts updates: where gradients are accumulated over several steps, a
-        # due link stays due until the step with the update, since it might otherwise never be due in one.
+        # due audit stays due until the step with the update, since it might otherwise never be due in one.
         self._update_number = first_step
-        self._due: Collection[AuditLink] = ()  # in the running step
+        self._due: Collection[AuditKind] = ()  # in the running step
         self._called: Sequence[Audit] = ()  # in the running step: most steps call none, which would cost time
-        self._finished: deque[_FinishedStep] = deque()  # steps whose costs a GPU has not told yet
+        self._finished: deque[_MeasuredStep] = deque()  # steps whose costs a GPU has not told yet
         self._step_began = 0.0
-        self._unmeasured: tuple[int, dict[AuditLink, StepReading]] | None = None  # until the next step begins
+        self._unmeasured: tuple[int, dict[AuditKind, StepReading]] | None = None  # until the next step begins
         self._updated_step = first_step - 1
         self._mismatch_step = 0
         self._say_coverage()
@@ -76,16 +76,16 @@ class AuditChain:
         now = perf_counter()
         if self._unmeasured is not None:  # a GPU computes on while the host has finished a step
             finished, readings = self._unmeasured
-            self._finished.append(_FinishedStep(finished, now - self._step_began, self._due, readings))
+            self._finished.append(_MeasuredStep(finished, now - self._step_began, self._due, readings))
             self._unmeasured = None
             self._record_costs()
         self._step_began = now
-        due = self._due = self._schedule.due_links(self._update_number)
-        self._called = [audit for audit in self._audits if audit.link in due or audit.is_needed(step)]
+        due = self._due = self._schedule.due_audits(self._update_number)
+        self._called = [audit for audit in self._audits if audit.kind in due or audit.is_needed(step)]
         for audit in self._called:
             audit.meter.take()  # of steps without an update
             with audit.cost():
-                audit.begin_step(step, due=audit.link in due)
+                audit.begin_step(step, due=audit.kind in due)
 
     def before_update(self, step: int) -> None:
         """Check after the backward pass; only the first call of a step counts. A collective."""
@@ -95,7 +95,7 @@ class AuditChain:
         for audit in self._called:
             audit.previous_update = previous
             with audit.cost():
-                audit.before_update(step, due=audit.link in self._due)
+                audit.before_update(step, due=audit.kind in self._due)
         if self._schedule.is_agreement_due(self._update_number):
             self._agree()
 
@@ -110,12 +110,12 @@ class AuditChain:
         if self._updated_step != step:  # no update: the gradients were accumulated or skipped, on all ranks
             return
         for audit in self._called:
-            due = audit.link in self._due
+            due = audit.kind in self._due
             with audit.cost():
                 audit.after_update(step, due=due)
-            if due and audit.link in self._rotations and step != self._mismatch_step:
-                self._rotations[audit.link].record(step)
-        self._unmeasured = self._update_number, {audit.link: audit.meter.take() for audit in self._called}
+            if due and audit.kind in self._rotations and step != self._mismatch_step:
+                self._rotations[audit.kind].record(step)
+        self._unmeasured = self._update_number, {audit.kind: audit.meter.take() for audit in self._called}
         self._update_number += 1
         if self._due:
             self._report_clean()
@@ -135,7 +135,7 @@ class AuditChain:
         """Record the costs of finished steps as far as they are known."""
         while self._finished:
             number, seconds, due, readings = self._finished[0]
-            costs = {link: cost for link, reading in readings.items() if (cost := reading.cost()) is not None}
+            costs = {kind: cost for kind, reading in readings.items() if (cost := reading.cost()) is not None}
             if len(costs) < len(readings):
                 return
             self._finished.popleft()
@@ -155,29 +155,29 @@ class AuditChain:
             self._coverage.say()
 
     def _agree(self) -> None:
-        self._say_coverage()  # links find out in their first audits what they cannot check
+        self._say_coverage()  # audits find out at their first turns what they cannot check
         measures = torch.tensor(self._schedule.measures(), dtype=torch.float64, device=self._setup.device)
         if self._setup.world_size > 1:
             dist.all_reduce(measures, op=dist.ReduceOp.MAX)
         agreed = self._schedule.adopt(measures.tolist(), self._update_number)
         if self._setup.rank == 0:
             described = ", ".join(
-                f"{audit.link} every {each}" for audit, each in zip(self._audits, agreed, strict=True)
+                f"{audit.kind} every {each}" for audit, each in zip(self._audits, agreed, strict=True)
             )
             log.debug("audits by steps: %s", described)
 
 
-class _FinishedStep(NamedTuple):
-    """A step with an update, its whole time, the links that audited in it, and what was measured of those called."""
+class _MeasuredStep(NamedTuple):
+    """A step with an update, its whole time, the audits that were due in it, and what was measured of those called."""
 
     update_number: int
     seconds: float
-    due: Collection[AuditLink]
-    readings: Mapping[AuditLink, StepReading]
+    due: Collection[AuditKind]
+    readings: Mapping[AuditKind, StepReading]
 
 
 class _Rotation:
-    """The progress of one link through all parts of a rank's work. ``clean_since``: the step after which each part was
+    """The progress of one audit through all parts of a rank's work. ``clean_since``: the step after which each part was
     audited ``times`` times; parts that cannot be audited are left out."""
 
     def __init__(self, audit: Audit, begin: int, times: int) -> None:
@@ -198,8 +198,8 @@ class _Rotation:
             self._audits += 1
             self._audited[part].append(step)
         steps = [self._audited[part] for part in self.parts]
-        if steps and all(len(one) == self._times for one in steps):
-            self.clean_since = max(self.clean_since, min(one[0] for one in steps) - 1)
+        if steps and all(len(part_steps) == self._times for part_steps in steps):
+            self.clean_since = max(self.clean_since, min(part_steps[0] for part_steps in steps) - 1)
 
     def spoil(self) -> None:
         self._audited.clear()

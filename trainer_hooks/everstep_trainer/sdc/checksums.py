@@ -13,6 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 BLOCK_ROWS = 256
@@ -28,6 +29,11 @@ JUDGED_ROWS = 4
 ERROR_SIGMAS = 16.0
 """Tolerance in standard deviations of the rounding error of an inner product of K terms, which is about
 eps * sqrt(K) * (root of the sum of squared terms); kernels may add in blocks, with smaller errors."""
+SEQUENTIAL_SIGMAS = 8.0
+"""Added to the tolerance of an element that looks wrong: standard deviations of the error of a kernel that adds the
+terms one after another. If they have one sign, it is larger than that of terms whose signs differ."""
+SEQUENTIAL_FACTOR = 4.0
+"""Added likewise: how often the error of such a sum itself. Equal terms are all rounded in the same direction."""
 
 
 class Product(msgspec.Struct, frozen=True):
@@ -183,6 +189,9 @@ def compare_elements(rows: torch.Tensor, left: torch.Tensor, right: torch.Tensor
     again = left @ right
     if bool(((again.double() - exact).abs() > tolerance).any()):
         return None  # these operands need a larger tolerance
+    wrong &= (rows.double() - exact).abs() > tolerance + _sequential_error(rows, left, right, exact)
+    if not bool(wrong.any()):
+        return None
     row, column = wrong.nonzero()[0].tolist()
     got, expected = float(rows[row, column]), float(exact[row, column])
     return f"{int(wrong.sum())} of {rows.numel()} elements differ, the first: got {got:.9g}, expected {expected:.9g}"
@@ -194,6 +203,17 @@ def _tolerance(rows: torch.Tensor, left: torch.Tensor, right: torch.Tensor, exac
     summed = ERROR_SIGMAS * _accumulated_eps(rows) * max(1.0, math.sqrt(left.shape[1]) / 4) * terms
     tolerance: torch.Tensor = summed + torch.finfo(rows.dtype).eps * exact.abs()
     return tolerance
+
+
+def _sequential_error(rows: torch.Tensor, left: torch.Tensor, right: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Return how far a kernel may err that adds an element's terms one after another, as those for AVX-512 do."""
+    terms = left.double()[:, :, None] * right.double()
+    partial_sums = terms.cumsum(1)
+    deviation = _accumulated_eps(rows) * (partial_sums.square().sum(1) / 12).sqrt()
+    # torch adds up in float64 on a CPU
+    added = np.cumsum(terms.to(_summed_as(rows)).cpu().numpy(), axis=1)[:, -1]
+    measured = (torch.from_numpy(added).to(exact) - exact).abs()
+    return SEQUENTIAL_SIGMAS * deviation + SEQUENTIAL_FACTOR * measured
 
 
 def multiplies_in_tf32() -> bool:

@@ -15,14 +15,14 @@ import torch
 
 from everstep.clock import Clock
 from everstep.ids import Version
-from everstep.vocabulary import AuditLink, AuditRole
+from everstep.vocabulary import AuditKind, AuditRole
+from everstep_trainer.digests.digest import combined_digest, to_hex
+from everstep_trainer.digests.piece_digests import separate_digests
 from everstep_trainer.sdc.audit import Mismatch
-from everstep_trainer.sdc.digests.digest import combined_digest, to_hex
-from everstep_trainer.sdc.digests.piece_digests import separate_digests
-from everstep_trainer.sdc.presets import LinkOptions
+from everstep_trainer.sdc.presets import AuditOptions
 
 if TYPE_CHECKING:
-    from everstep_trainer.snapshot.copy import CopyResult, SlotTargets
+    from everstep_trainer.slots.copy import CopyResult, SlotTargets
 
 log = logging.getLogger(__name__)
 
@@ -31,10 +31,10 @@ class CopyAudit:
     """Compares the copies of one rank, in the thread that copies. ``report`` receives a copy that differs.
 
     From a GPU every candidate is audited, since training goes on meanwhile. On the host the next update may wait for
-    the copy, so audits keep to the link's share of the time, or to its interval.
+    the copy, so audits keep to their share of the time, or to their interval.
     """
 
-    def __init__(self, rank: int, options: LinkOptions, report: Callable[[Mismatch], None], clock: Clock) -> None:
+    def __init__(self, rank: int, options: AuditOptions, report: Callable[[Mismatch], None], clock: Clock) -> None:
         self._rank, self._options, self._report, self._clock = rank, options, report, clock
         self._started = self._began = clock.monotonic()
         self._taken_s = 0.0
@@ -61,8 +61,9 @@ class CopyAudit:
     ) -> bool:
         """Return whether the slot's bytes are those of the state. Only a change between them is reported.
 
-        If the state itself changed during the copy, the program wrote to it without notice. Then nobody is accused, and
-        the copy is as useless. ``digest_again`` digests the state, which nothing changes now, unless it is on a GPU.
+        If the state itself changed during the copy, the program wrote to it without notice. Then no rank is
+        accused, and the copy is as useless. ``digest_again`` digests the state, which nothing changes now, unless it is
+        on a GPU.
         """
         assert copied.before is not None
         if copied.after is None:
@@ -80,7 +81,7 @@ class CopyAudit:
             return False
         self._report(
             Mismatch(
-                link=AuditLink.CHECKPOINT,
+                audit=AuditKind.CHECKPOINT,
                 step=version.step,
                 unit=f"copy of version {version}",
                 owner=self._rank,

@@ -1,4 +1,4 @@
-"""Measure what a link of the chain costs in each step: its own work, and its waits for other ranks."""
+"""Measure what an audit of the chain costs in each step: its own work, and its waits for other ranks."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from everstep_trainer.runtime.progress import timed_event
+from everstep_trainer.base.progress import timed_event
 
 
 class StepCost(NamedTuple):
-    """What a link took of one step, in seconds."""
+    """What an audit took of one step, in seconds."""
 
     work_s: float
     wait_s: float
@@ -22,7 +22,7 @@ class StepCost(NamedTuple):
         return self.work_s + self.wait_s
 
 
-class _Block(NamedTuple):
+class _GpuInterval(NamedTuple):
     """Two events of a GPU's stream, and how many times the time between them counts as work and as a wait."""
 
     began: Any  # torch.cuda.Event; its methods carry no types
@@ -35,7 +35,7 @@ class StepReading(NamedTuple):
     """What was measured in one step. ``blocks``: on a GPU."""
 
     host: StepCost
-    blocks: tuple[_Block, ...]
+    blocks: tuple[_GpuInterval, ...]
 
     def cost(self) -> StepCost | None:
         """Return the step's cost, or None while the GPU has not come so far. Never waits."""
@@ -52,7 +52,7 @@ class StepReading(NamedTuple):
 
 
 class CostMeter:
-    """Measures one link: by the host's clock, or by events in the stream of a GPU.
+    """Measures one audit: by the host's clock, or by events in the stream of a GPU.
 
     The host's clock says little about a GPU. It misses kernels, which the host only enqueues, and it counts the rest of
     the backward pass where the host waits for a result. Between two events lies what delays the stream: kernels, and
@@ -63,7 +63,7 @@ class CostMeter:
         self._device = device
         self._has_events = device.type == "cuda"
         self._work_s = self._wait_s = 0.0
-        self._blocks: list[_Block] = []
+        self._blocks: list[_GpuInterval] = []
 
     def count(self, *, work: float, wait: float = 0.0) -> AbstractContextManager[None]:
         """Count the time of a ``with`` block this many times as work and as a wait."""
@@ -87,11 +87,11 @@ class CostMeter:
         self._work_s += work * seconds
         self._wait_s += wait * seconds
         if started is not None:
-            self._blocks.append(_Block(started, self.mark(), work, wait))
+            self._blocks.append(_GpuInterval(started, self.mark(), work, wait))
 
 
 class _Counting:
-    """One block that is counted. A class: a generator takes four times as long, and each link counts in each step."""
+    """One block that is counted. A class: a generator takes four times as long, and each audit counts in each step."""
 
     __slots__ = ("_began", "_meter", "_started", "_wait", "_work")
 

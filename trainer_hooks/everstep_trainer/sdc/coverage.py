@@ -10,7 +10,7 @@ from torch import nn
 
 from everstep.chaos.targets import JOB_VARIABLE
 from everstep.receipts.text import format_count
-from everstep.vocabulary import AuditLink
+from everstep.vocabulary import AuditKind
 from everstep_trainer.launch.output.marks import keep_line
 from everstep_trainer.sdc.audit import Audit, AuditSetup
 from everstep_trainer.state.tensors import list_names
@@ -32,7 +32,7 @@ class Coverage:
 
     Args:
         name: Of the preset, in the line.
-        audits: The links that look at training.
+        audits: The audits that look at training.
         setup: The generation.
         gaps: What is left out besides, each a clause of a sentence.
     """
@@ -85,11 +85,11 @@ class Coverage:
     def _list(self, missing: dict[str, nn.Module]) -> str:
         """Return the names by reason."""
         why = {id(inner): reason for audit in self._audits for inner, reason in audit.left_out_modules()}
-        is_replayed = any(audit.link is AuditLink.PEER_REPLAY and audit.rounds for audit in self._audits)
+        is_replayed = any(audit.kind is AuditKind.PEER_REPLAY and audit.rounds for audit in self._audits)
         known = OUTSIDE if is_replayed else ""
         by_reason: dict[str, list[str]] = {}
         for name, module in missing.items():
-            is_trained = any(one.requires_grad for one in module.parameters())
+            is_trained = any(parameter.requires_grad for parameter in module.parameters())
             reason = why.get(id(module), known if is_trained else NOT_TRAINED)
             by_reason.setdefault(f" ({reason})" if reason else "", []).append(name)
         return ", ".join(f"{list_names(names, MAX_NAMED)}{reason}" for reason, names in by_reason.items())
@@ -97,7 +97,9 @@ class Coverage:
 
 def _modules_with_parameters(objects: Mapping[str, object]) -> dict[str, nn.Module]:
     """Return the tracked modules that hold parameters of their own, by name."""
-    models = [(key, one) for key, tracked in objects.items() for one in as_list(tracked) if isinstance(one, nn.Module)]
+    models = [
+        (key, item) for key, tracked in objects.items() for item in as_list(tracked) if isinstance(item, nn.Module)
+    ]
     found: dict[int, tuple[str, nn.Module]] = {}
     for key, model in models:
         for path, module in model.named_modules():

@@ -1,7 +1,7 @@
 """Check the matrix products of linear layers: forward, input gradient and weight gradient.
 
 In a due step all products of all eager `torch.nn.Linear` layers are screened by checksums (`checksums`), in each call.
-Where the sums look wrong, elements are compared with float64. Two rules keep a wrong comparison from accusing anybody.
+Where the sums look wrong, elements are compared with float64. Two rules keep a wrong comparison from accusing a rank.
 A difference counts only if the elements' product in the original precision agrees with float64, so the tolerance fits.
 And it counts only if the same product agreed in an earlier audit, even where its sums fit worst. In the first audits of
 a generation it also counts if the product agrees on most other ranks: the rank may have been wrong from the beginning.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -27,8 +27,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.hooks import RemovableHandle
 
-from everstep.vocabulary import AuditLink
+from everstep.vocabulary import AuditKind
 from everstep.wire.v1.local import MAX_OPERAND_BYTES, WrongProduct
+from everstep_trainer.digests.digest import tensor_digest, to_hex
 from everstep_trainer.sdc.audit import Audit, AuditSetup, current_backward_pass, is_in_backward
 from everstep_trainer.sdc.checksums import (
     Patch,
@@ -40,9 +41,8 @@ from everstep_trainer.sdc.checksums import (
     screen,
     worst_patch,
 )
-from everstep_trainer.sdc.digests.digest import tensor_digest, to_hex
-from everstep_trainer.sdc.eager_modules import eager_leaf_modules
 from everstep_trainer.state.python_value_codec import as_bytes, dtype_name
+from everstep_trainer.state.tracked_objects import as_list
 
 log = logging.getLogger(__name__)
 
@@ -69,15 +69,15 @@ class _Suspect(msgspec.Struct, frozen=True):
 
 
 class Matmul(Audit):
-    """AuditLink.MATMUL on one rank."""
+    """AuditKind.MATMUL on one rank."""
 
-    link = AuditLink.MATMUL
+    kind = AuditKind.MATMUL
 
     def __init__(self, setup: AuditSetup) -> None:
         super().__init__(setup)
         self._linears = [
             _Linear(self, name, module)
-            for name, module in eager_leaf_modules(setup.objects)
+            for name, module in _eager_leaf_modules(setup.objects)
             if type(module) is nn.Linear and not isinstance(module, FSDPModule)
         ]
         self._agreed: set[str] = set()
@@ -91,7 +91,7 @@ class Matmul(Audit):
         """Audits so far in which the ranks compared which products never agreed."""
 
     def checked_modules(self) -> Iterator[nn.Module]:
-        yield from (one.module for one in self._linears if not _is_forward_replaced(one.module))
+        yield from (linear.module for linear in self._linears if not _is_forward_replaced(linear.module))
 
     def begin_step(self, step: int, *, due: bool) -> None:
         self.close()
@@ -107,15 +107,19 @@ class Matmul(Audit):
             return
         reports = 0
         doubts: dict[str, tuple[Patch, str]] = {}  # products that differ and never agreed here
-        flags = torch.stack([one.is_suspicious.to(self.setup.device) for one in suspects]).tolist() if suspects else []
-        for one, is_suspicious in zip(suspects, flags, strict=True):
-            if reports < MAX_REPORTS and (is_suspicious or one.unit not in self._agreed):
-                difference = self._compare(one.unit, one.patch)
-                if difference and one.unit in self._agreed:
-                    self._report(step, one.unit, one.patch, difference)
+        flags = (
+            torch.stack([suspect.is_suspicious.to(self.setup.device) for suspect in suspects]).tolist()
+            if suspects
+            else []
+        )
+        for suspect, is_suspicious in zip(suspects, flags, strict=True):
+            if reports < MAX_REPORTS and (is_suspicious or suspect.unit not in self._agreed):
+                difference = self._compare(suspect.unit, suspect.patch)
+                if difference and suspect.unit in self._agreed:
+                    self._report(step, suspect.unit, suspect.patch, difference)
                     reports += 1
                 elif difference:
-                    doubts.setdefault(one.unit, (one.patch, difference))
+                    doubts.setdefault(suspect.unit, (suspect.patch, difference))
         if self._votes < VOTES and self.setup.world_size > 1:
             self._votes += 1
             for unit in self._doubted_here_alone(doubts)[: MAX_REPORTS - reports]:
@@ -220,7 +224,7 @@ class _Linear:
     def __init__(self, audit: Matmul, name: str, module: nn.Linear) -> None:
         self.audit, self.name, self.module = audit, name, module
         self._hooks: list[RemovableHandle] = []
-        self._call: _Call | None = None  # between the hooks around a forward pass
+        self._call: _LayerCall | None = None  # between the hooks around a forward pass
         self._recomputed: list[torch.Tensor] = []  # inputs of recomputed calls whose backward pass is to come
 
     @property
@@ -256,7 +260,7 @@ class _Linear:
                 if weight.requires_grad:
                     self._recomputed.append(x.detach())
                 return None
-            self._call = call = _Call(self)
+            self._call = call = _LayerCall(self)
             dtype, tapped = _dtype_under_autocast(x), x
             # Autocast casts a leaf once for several layers, so a cast of its own would add up gradients otherwise.
             if dtype is x.dtype or not (x.is_leaf and x.requires_grad):
@@ -284,7 +288,7 @@ class _Linear:
                     node.register_prehook(lambda gradients: call.on_output_gradient(gradients[number]))
                     self._watch_weight(call, args[0].grad_fn, node)
 
-    def _watch_weight(self, call: _Call, tap: Node | None, output: Node) -> None:
+    def _watch_weight(self, call: _LayerCall, tap: Node | None, output: Node) -> None:
         """Have a call see its weight gradient, only what this call adds to it.
 
         Args:
@@ -310,7 +314,7 @@ class _Linear:
         node.register_hook(hook)
 
 
-class _Call:
+class _LayerCall:
     """One call of a layer. ``is_tapped``: the gradient of its input will be seen."""
 
     def __init__(self, linear: _Linear) -> None:
@@ -373,7 +377,7 @@ class _Tap(torch.autograd.Function):
     """Casts as autocast does, else the identity; shows the gradient that passes back through it."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, dtype: torch.dtype, call: _Call) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, dtype: torch.dtype, call: _LayerCall) -> torch.Tensor:
         ctx.call, ctx.dtype = call, tensor.dtype
         if tensor.dtype is not dtype:
             return tensor.to(dtype)
@@ -458,3 +462,21 @@ def _edges_to(leaf: torch.Tensor, output: Node, end: Node | None) -> list[tuple[
                     found.append(edge if edge is not None and is_cast else (node, index))
         nodes = following
     return found
+
+
+def _eager_leaf_modules(objects: Mapping[str, object]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the tracked modules without children that are not compiled, whose hooks would compile them anew."""
+    for key, tracked in objects.items():
+        for module in as_list(tracked):
+            if isinstance(module, nn.Module):
+                yield from _eager_leaves(key, module)
+
+
+def _eager_leaves(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    if isinstance(module, torch._dynamo.eval_frame.OptimizedModule) or module._compiled_call_impl is not None:
+        return
+    children = list(module.named_children())
+    if not children and not isinstance(module, nn.modules.dropout._DropoutNd):
+        yield name, module
+    for key, child in children:
+        yield from _eager_leaves(f"{name}.{key}", child)

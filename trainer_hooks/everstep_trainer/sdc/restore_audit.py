@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from everstep.vocabulary import AuditLink, AuditRole
-from everstep_trainer.restore.local_slots import BadSlot, SlotDiffersFromState
+from everstep.vocabulary import AuditKind, AuditRole
+from everstep_trainer.digests.digest import to_hex, to_unsigned
+from everstep_trainer.digests.piece_digests import digest_at, digest_at_places
 from everstep_trainer.sdc.audit import Mismatch
-from everstep_trainer.sdc.digests.digest import to_hex, to_unsigned
-from everstep_trainer.sdc.digests.piece_digests import digest_at, digest_at_places
 from everstep_trainer.sdc.witnesses import describe_difference
+from everstep_trainer.slots.local_slots import BadSlot, SlotDiffersFromState
 
 if TYPE_CHECKING:
-    from everstep_trainer.restore.fetch import FilledPiece, SlotLoader
+    from everstep_trainer.slots.fetch import FilledPiece, SlotLoader
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class RestoreAudit:
     def _state(self, piece: FilledPiece, right: torch.Tensor, unit: str) -> None:
         self._report(
             Mismatch(
-                link=AuditLink.CHECKPOINT,
+                audit=AuditKind.CHECKPOINT,
                 step=piece.source.slot.version.step,
                 unit=unit,
                 owner=self._rank,

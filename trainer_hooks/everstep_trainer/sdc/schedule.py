@@ -1,4 +1,4 @@
-"""Choose how often each link audits, so that its cost stays within its share of a step.
+"""Choose how often each audit runs, so that its cost stays within its share of a step.
 
 All ranks must audit in the same steps. So they agree on what an audit costs by one all-reduce of what each has
 measured, and all derive the same intervals from it. Between two agreements the intervals are fixed.
@@ -15,14 +15,14 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean, median
 
-from everstep.vocabulary import AuditLink
+from everstep.vocabulary import AuditKind
 from everstep_trainer.sdc.cost_meter import StepCost
-from everstep_trainer.sdc.presets import MAX_INTERVAL, LinkOptions
+from everstep_trainer.sdc.presets import MAX_INTERVAL, AuditOptions
 
 FIRST_INTERVAL = 8
 """Interval until costs are known."""
 FIRST_AGREEMENT_STEP = 40
-"""Steps of a generation until the first agreement: each link has then been due five times."""
+"""Steps of a generation until the first agreement: each audit has then been due five times."""
 AGREEMENT_STEPS = 256
 """Steps from one agreement to the next. One costs a small all-reduce."""
 WARMUP_STEPS = 3
@@ -41,10 +41,10 @@ def _trimmed_mean(values: Collection[float]) -> float:
     return fmean(sorted(values)[out : len(values) - out])
 
 
-class _LinkCost:
-    """One link's interval, and its costs in the last steps."""
+class _AuditCost:
+    """One audit's interval, and its costs in the last steps."""
 
-    def __init__(self, options: LinkOptions) -> None:
+    def __init__(self, options: AuditOptions) -> None:
         self.options = options
         self.interval = options.interval or FIRST_INTERVAL
         self.since = 0  # update from which the interval counts
@@ -75,45 +75,46 @@ class AuditSchedule:
     """The intervals of one generation, in updates: steps without an update do not count.
 
     Args:
-        options: Of each link.
+        options: Of each audit.
         first_update: The number of the first update.
     """
 
-    def __init__(self, options: Mapping[AuditLink, LinkOptions], first_update: int) -> None:
+    def __init__(self, options: Mapping[AuditKind, AuditOptions], first_update: int) -> None:
         self._first_update = first_update
-        self._costs = {link: _LinkCost(one) for link, one in options.items()}
+        self._costs = {kind: _AuditCost(option) for kind, option in options.items()}
         for number, cost in enumerate(self._costs.values()):
-            cost.since = first_update + number  # so that not all links are due at the same one
+            # Not the first update, whose end is the end of a recovery, and not all audits at the same one.
+            cost.since = first_update + 1 + number
         self._steps_s = deque[float](maxlen=REMEMBERED)
 
-    def due_links(self, update: int) -> list[AuditLink]:
-        """Return the links that audit at this update; the same on all ranks."""
+    def due_audits(self, update: int) -> list[AuditKind]:
+        """Return the kinds of audit that are due at this update; the same on all ranks."""
         return [
-            link
-            for link, cost in self._costs.items()
+            kind
+            for kind, cost in self._costs.items()
             if update >= cost.since and (update - cost.since) % cost.interval == 0
         ]
 
-    def interval(self, link: AuditLink) -> int:
-        """Return the updates from one audit of ``link`` to the next."""
-        return self._costs[link].interval
+    def interval(self, kind: AuditKind) -> int:
+        """Return the updates from one audit of ``kind`` to the next."""
+        return self._costs[kind].interval
 
     def record_step(
-        self, update: int, seconds: float, costs: Mapping[AuditLink, StepCost], due: Collection[AuditLink]
+        self, update: int, seconds: float, costs: Mapping[AuditKind, StepCost], due: Collection[AuditKind]
     ) -> None:
         """Record a finished step.
 
         Args:
             update: Its update.
             seconds: Its whole time.
-            costs: What the links took of it that were called.
-            due: The links that audited in it.
+            costs: What the audits that were called took of it.
+            due: The kinds that were due in it.
         """
         if update < self._first_update + WARMUP_STEPS:
             return
-        self._steps_s.append(seconds - sum(one.work_s for one in costs.values()))
-        for link in due:
-            self._costs[link].record(costs[link])
+        self._steps_s.append(seconds - sum(cost.work_s for cost in costs.values()))
+        for kind in due:
+            self._costs[kind].record(costs[kind])
 
     def is_agreement_due(self, update: int) -> bool:
         """Return whether the ranks agree on new intervals at this update."""
@@ -126,10 +127,10 @@ class AuditSchedule:
         The time of a step is negated: the smallest one counts, as steps end together on all ranks and differ by noise.
         """
         step_s = median(self._steps_s) if self._steps_s else 0.0
-        return [-step_s, *(one for cost in self._costs.values() for one in cost.measures())]
+        return [-step_s, *(measure for cost in self._costs.values() for measure in cost.measures())]
 
     def adopt(self, largest: Sequence[float], update: int) -> list[int]:
-        """Choose and return the intervals of all links at this update from the largest measures of all ranks."""
+        """Choose and return the intervals of all audits at this update from the largest measures of all ranks."""
         step_s, each = -largest[0], (len(largest) - 1) // len(self._costs)
         for number, cost in enumerate(self._costs.values()):
             interval = cost.choose(largest[1 + number * each : 1 + (number + 1) * each], step_s)

@@ -19,9 +19,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from everstep.vocabulary import AuditLink
+from everstep.vocabulary import AuditKind
+from everstep_trainer.digests.digest import SMALL_BYTES, combined_digest, to_hex
 from everstep_trainer.sdc.audit import Audit, AuditSetup
-from everstep_trainer.sdc.digests.digest import SMALL_BYTES, combined_digest, to_hex
 from everstep_trainer.sdc.witnesses import describe_difference
 from everstep_trainer.state.tensors import list_names, local_part
 from everstep_trainer.state.tracked_objects import TrackedObjects, named_modules
@@ -50,7 +50,7 @@ _ON_ONE_RANK = (
 )
 
 
-class _Piece(NamedTuple):
+class _WatchedTensor(NamedTuple):
     """A tensor as it is tracked, and the range of its local part that is watched; 0 to 0: all of it."""
 
     name: str
@@ -63,7 +63,7 @@ class _Piece(NamedTuple):
         return local.detach() if not self.stop else local.detach().view(-1)[self.start : self.stop]
 
 
-_Unit = list[_Piece]
+_Unit = list[_WatchedTensor]
 """Pieces that share a digest: a large slice, or several small tensors."""
 
 
@@ -86,7 +86,7 @@ class _Outcome(NamedTuple):
     """Number of ranks on which any differs."""
 
 
-def _writes_to(piece: _Piece) -> tuple[int, int]:
+def _writes_to(piece: _WatchedTensor) -> tuple[int, int]:
     """Return torch's counts of writes; a DTensor and its local tensor are counted separately."""
     return piece.tensor._version, local_part(piece.tensor)._version
 
@@ -94,7 +94,7 @@ def _writes_to(piece: _Piece) -> tuple[int, int]:
 class StateAudit(Audit):
     """Watches a part of this rank's state from the update of a due step to the next update."""
 
-    link = AuditLink.STATE
+    kind = AuditKind.STATE
 
     def __init__(self, setup: AuditSetup) -> None:
         super().__init__(setup)
@@ -130,15 +130,15 @@ class StateAudit(Audit):
             return
         (audited, watched), self._watched = self._watched, None
         with self.prepaid():
-            digests = [_digest_of(one.unit) for one in watched]
+            digests = [_digest_of(piece.unit) for piece in watched]
         device = self.setup.device
         differs = torch.zeros(len(watched), dtype=torch.bool, device=device)
-        for number, (one, digest) in enumerate(zip(watched, digests, strict=True)):
-            writes = [_writes_to(piece) for piece in one.unit]
-            if writes == one.writes:
-                differs[number] = one.digest != digest
+        for number, (watched_piece, digest) in enumerate(zip(watched, digests, strict=True)):
+            writes = [_writes_to(piece) for piece in watched_piece.unit]
+            if writes == watched_piece.writes:
+                differs[number] = watched_piece.digest != digest
             else:
-                changed = zip(one.unit, writes, one.writes, strict=True)
+                changed = zip(watched_piece.unit, writes, watched_piece.writes, strict=True)
                 self._unstable |= {piece.name for piece, now, before in changed if now != before}
         ranks = differs.any().to(torch.int64).reshape(1)
         if self.setup.world_size > 1:
@@ -206,16 +206,16 @@ class StateAudit(Audit):
                 continue
             if local.nbytes <= SMALL_BYTES:
                 bundle = bundles[name in self._unstable]
-                bundle.append(_Piece(name, tensor, 0, 0))
+                bundle.append(_WatchedTensor(name, tensor, 0, 0))
                 if len(bundle) == BUNDLED_TENSORS:
                     add(bundle)
                     bundles[name in self._unstable] = []
             elif local.is_contiguous():
                 step = largest // local.element_size()
                 for start, stop in pairwise([*range(0, local.numel(), step), local.numel()]):
-                    add([_Piece(name, tensor, start, stop)])
+                    add([_WatchedTensor(name, tensor, start, stop)])
             else:
-                add([_Piece(name, tensor, 0, 0)])
+                add([_WatchedTensor(name, tensor, 0, 0)])
         for bundle in bundles.values():
             if bundle:
                 add(bundle)

@@ -26,9 +26,9 @@ from torch import optim
 from torch.optim.optimizer import _default_to_fused_or_foreach
 from torch.utils.hooks import RemovableHandle
 
-from everstep.vocabulary import AuditLink, AuditRole
+from everstep.vocabulary import AuditKind, AuditRole
+from everstep_trainer.digests.digest import combined_digest, to_hex
 from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch
-from everstep_trainer.sdc.digests.digest import combined_digest, to_hex
 from everstep_trainer.sdc.witnesses import Parcel, describe_difference, exchange_parcel, witnesses_of
 from everstep_trainer.state.tensors import local_part
 from everstep_trainer.state.tracked_objects import TrackedObjects, named_modules
@@ -67,7 +67,7 @@ PARAMETER, GRADIENT = "parameter", "gradient"  # keys beside those of the state,
 Tensors = dict[str, torch.Tensor]
 
 
-class _Unit(NamedTuple):
+class _ParameterSlice(NamedTuple):
     """A parameter, or a slice of it: elements ``start`` to ``stop`` of its flat local part."""
 
     group: int
@@ -83,7 +83,7 @@ class _Unit(NamedTuple):
 class _Inputs(NamedTuple):
     """What an update of one unit reads: copies of tensors, and the rest of the state."""
 
-    unit: _Unit
+    unit: _ParameterSlice
     tensors: Tensors
     others: dict[str, Any]
 
@@ -164,21 +164,21 @@ def digest_of(results: Sequence[Tensors]) -> torch.Tensor:
 # ---- the parts of one optimizer
 
 
-class _Rotation:
+class _ParameterRotation:
     """The parameters of one optimizer in parts, audited one after the other."""
 
     def __init__(self, optimizer: optim.Optimizer) -> None:
         self._optimizer = optimizer
         self.whole_kinds: set[_Kind] = set()
         self._size = -1
-        self._parts: list[list[_Unit]] = []
+        self._parts: list[list[_ParameterSlice]] = []
         self._next = 0
 
     def __len__(self) -> int:
         self._plan()
         return len(self._parts)
 
-    def take(self) -> list[_Unit]:
+    def take(self) -> list[_ParameterSlice]:
         """Return the next part."""
         self._plan()
         part = self._parts[self._next % len(self._parts)] if self._parts else []
@@ -188,12 +188,12 @@ class _Rotation:
     def replan(self) -> None:
         self._size = -1
 
-    def largest_of_each_kind(self) -> list[_Unit]:
+    def largest_of_each_kind(self) -> list[_ParameterSlice]:
         """Return a whole parameter of each kind on which slices can be tried."""
-        found: dict[_Kind, _Unit] = {}
+        found: dict[_Kind, _ParameterSlice] = {}
         for number, parameter in self._parameters():
             size = local_part(parameter).numel()
-            unit = _Unit(number, parameter, 0, size)
+            unit = _ParameterSlice(number, parameter, 0, size)
             kind = kind_of(self._optimizer, unit)
             if 2 * ALIGNMENT < size <= MAX_TRIED_ELEMENTS and (kind not in found or size > found[kind].stop):
                 found[kind] = unit
@@ -217,14 +217,14 @@ class _Rotation:
         self._parts, room = [], 0
         for number, parameter in parameters:
             count = local_part(parameter).numel()
-            whole = _Unit(number, parameter, 0, count)
+            whole = _ParameterSlice(number, parameter, 0, count)
             slices = [whole]
             if not local_part(parameter).is_contiguous() or kind_of(self._optimizer, whole) in self.whole_kinds:
                 if count > MAX_WHOLE_ELEMENTS:
                     continue
             elif count > wanted:
                 bounds = [*range(0, count, wanted), count]
-                slices = [_Unit(number, parameter, start, stop) for start, stop in pairwise(bounds)]
+                slices = [_ParameterSlice(number, parameter, start, stop) for start, stop in pairwise(bounds)]
             for unit in slices:
                 if room < unit.stop - unit.start or not self._parts:
                     self._parts.append([])
@@ -233,14 +233,14 @@ class _Rotation:
                 room -= unit.stop - unit.start
 
 
-def kind_of(optimizer: optim.Optimizer, unit: _Unit) -> _Kind:
+def kind_of(optimizer: optim.Optimizer, unit: _ParameterSlice) -> _Kind:
     group = optimizer.param_groups[unit.group]
     local = local_part(unit.parameter)
     flags = tuple(group.get(flag) for flag in ("foreach", "fused", "capturable"))
     return _Kind(local.dtype, local.device.type, flags)
 
 
-def inputs_of(optimizer: optim.Optimizer, unit: _Unit) -> _Inputs | None:
+def inputs_of(optimizer: optim.Optimizer, unit: _ParameterSlice) -> _Inputs | None:
     """Copy what the next update of ``unit`` reads; None if it has no gradient, or not one of its own layout."""
     gradient = unit.parameter.grad
     state = optimizer.state.get(unit.parameter, {})
@@ -255,14 +255,14 @@ def inputs_of(optimizer: optim.Optimizer, unit: _Unit) -> _Inputs | None:
     return _Inputs(unit, copies, others)
 
 
-def results_of(optimizer: optim.Optimizer, unit: _Unit) -> Tensors:
+def results_of(optimizer: optim.Optimizer, unit: _ParameterSlice) -> Tensors:
     """Copy what an update of ``unit`` wrote."""
     found = {PARAMETER: unit.parameter.detach(), **_tensors_of(optimizer.state.get(unit.parameter, {}))}
     parts = {key: _part_of(value, unit) for key, value in found.items()}
     return {key: part.clone() for key, part in parts.items() if part is not None}
 
 
-def _part_of(tensor: torch.Tensor, unit: _Unit) -> torch.Tensor | None:
+def _part_of(tensor: torch.Tensor, unit: _ParameterSlice) -> torch.Tensor | None:
     """Return a tensor's elements of the unit; all of a tensor that is not of the parameter's shape."""
     local, whole = local_part(tensor), local_part(unit.parameter)
     if not unit.is_slice or local.shape != whole.shape or not local.ndim:
@@ -288,7 +288,7 @@ class _Comparison(NamedTuple):
 class UpdateAudit(Audit):
     """Repeats a part of each optimizer's first update in a due step."""
 
-    link = AuditLink.UPDATE
+    kind = AuditKind.UPDATE
 
     def __init__(self, setup: AuditSetup) -> None:
         super().__init__(setup)
@@ -303,7 +303,7 @@ class UpdateAudit(Audit):
         self._optimizers = [optimizer for _, optimizer in tracked.optimizers]
         self._off: dict[int, str] = {}  # why, by the number of the rotation
         self._calls = [self._calls_around(number) for number in range(len(self._optimizers))]
-        self._rotations = [_Rotation(optimizer) for optimizer in self._optimizers]
+        self._rotations = [_ParameterRotation(optimizer) for optimizer in self._optimizers]
         self._tried: set[int] = set()
         self._hooks: list[RemovableHandle] = []
         self._last_hooks: dict[int, int] = {}  # the id of this audit's hook before each optimizer's step
@@ -343,10 +343,10 @@ class UpdateAudit(Audit):
             return
         comparisons, self._comparisons = self._comparisons, []
         differs = torch.zeros(2, dtype=torch.int64, device=self.setup.device)  # at all, and in a first audit
-        for one in comparisons:
-            differs[0] |= one.differs.to(differs.device)
-            if one.is_first:
-                differs[1] |= one.differs.to(differs.device)
+        for comparison in comparisons:
+            differs[0] |= comparison.differs.to(differs.device)
+            if comparison.is_first:
+                differs[1] |= comparison.differs.to(differs.device)
         ranks = differs.clone()
         if self.setup.world_size > 1:
             with self.waiting():
@@ -380,7 +380,7 @@ class UpdateAudit(Audit):
                     self._capture(number, has_closure=bool(args[1:]) or kwargs.get("closure") is not None)
 
         def after(*_: Any) -> None:
-            if number in self._captured and all(one.number != number for one in self._comparisons):
+            if number in self._captured and all(comparison.number != number for comparison in self._comparisons):
                 with self.cost(), torch.no_grad():
                     self._compare(number)
 
@@ -408,39 +408,41 @@ class UpdateAudit(Audit):
         if is_first:
             self._tried.add(number)
             inputs = self._try_slices(number, record, inputs)
-        results = [results_of(optimizer, one.unit) for one in inputs]
-        repeated = record.repeat([(one.unit.group, one.tensors, one.others) for one in inputs])
+        results = [results_of(optimizer, update.unit) for update in inputs]
+        repeated = record.repeat([(update.unit.group, update.tensors, update.others) for update in inputs])
         differs = digest_of(results) != digest_of(repeated)
         self._comparisons.append(_Comparison(number, record, inputs, results, repeated, differs, is_first))
 
     def _try_slices(self, number: int, record: UpdateRecord, inputs: list[_Inputs]) -> list[_Inputs]:
         """Find the kinds of updates for which slices differ from the whole; return the inputs that can be compared."""
         optimizer, rotation = self._optimizers[number], self._rotations[number]
-        for one in inputs:
-            if one.unit.is_slice or one.unit.stop <= 2 * ALIGNMENT:
+        for update in inputs:
+            if update.unit.is_slice or update.unit.stop <= 2 * ALIGNMENT:
                 continue
-            half = one.unit.stop // 2 // ALIGNMENT * ALIGNMENT
-            bounds = [0, ALIGNMENT, max(half, ALIGNMENT), one.unit.stop]
-            whole = record.repeat([(one.unit.group, one.tensors, one.others)])[0]
-            shape = one.tensors[PARAMETER].shape
+            half = update.unit.stop // 2 // ALIGNMENT * ALIGNMENT
+            bounds = [0, ALIGNMENT, max(half, ALIGNMENT), update.unit.stop]
+            whole = record.repeat([(update.unit.group, update.tensors, update.others)])[0]
+            shape = update.tensors[PARAMETER].shape
             for start, stop in pairwise(bounds):
                 cut = {
                     key: tensor.reshape(-1)[start:stop] if tensor.shape == shape and tensor.ndim else tensor
-                    for key, tensor in one.tensors.items()
+                    for key, tensor in update.tensors.items()
                 }
-                piece = record.repeat([(one.unit.group, cut, one.others)])[0]
+                piece = record.repeat([(update.unit.group, cut, update.others)])[0]
                 same = {
                     key: tensor.reshape(-1)[start:stop] if tensor.shape == shape and tensor.ndim else tensor
                     for key, tensor in whole.items()
                 }
                 if start < stop and bool((digest_of([piece]) != digest_of([same])).item()):
-                    rotation.whole_kinds.add(kind_of(optimizer, one.unit))
+                    rotation.whole_kinds.add(kind_of(optimizer, update.unit))
                     break
         if rotation.whole_kinds:
             rotation.replan()
             log.info("audits of updates copy whole tensors of a %s", type(optimizer).__qualname__)
         return [
-            one for one in inputs if not one.unit.is_slice or kind_of(optimizer, one.unit) not in rotation.whole_kinds
+            update
+            for update in inputs
+            if not update.unit.is_slice or kind_of(optimizer, update.unit) not in rotation.whole_kinds
         ]
 
     # -- what the comparison showed
@@ -455,9 +457,11 @@ class UpdateAudit(Audit):
             return
         setup = self.setup
         if ranks_first == setup.world_size and self._is_unrepeatable(comparisons):
-            for one in comparisons:
-                if one.is_first:
-                    self._switch_off(one.number, "an update done again differs: it is not repeatable, or is compiled")
+            for comparison in comparisons:
+                if comparison.is_first:
+                    self._switch_off(
+                        comparison.number, "an update done again differs: it is not repeatable, or is compiled"
+                    )
             return
         case = self._first_difference(comparisons) if own else None
         if setup.world_size == 1:
@@ -478,15 +482,17 @@ class UpdateAudit(Audit):
         """
         if self.setup.world_size > 1:
             return True
-        units = [pair for one in comparisons for pair in zip(one.results, one.repeated, strict=True)]
+        units = [
+            pair for comparison in comparisons for pair in zip(comparison.results, comparison.repeated, strict=True)
+        ]
         wrong = sum(bool((digest_of([a]) != digest_of([b])).item()) for a, b in units)
         return 2 * wrong >= len(units)
 
     def _first_difference(self, comparisons: list[_Comparison]) -> tuple[_Comparison, int] | None:
-        for one in comparisons:
-            for index, (result, again) in enumerate(zip(one.results, one.repeated, strict=True)):
+        for comparison in comparisons:
+            for index, (result, again) in enumerate(zip(comparison.results, comparison.repeated, strict=True)):
                 if bool((digest_of([result]) != digest_of([again])).item()):
-                    return one, index
+                    return comparison, index
         return None
 
     def _report_own(self, step: int, case: tuple[_Comparison, int], *, expects_arbiter: bool) -> None:
@@ -508,7 +514,7 @@ class UpdateAudit(Audit):
             difference=difference,
         )
 
-    def _unit_text(self, unit: _Unit) -> str:
+    def _unit_text(self, unit: _ParameterSlice) -> str:
         name = self._names.get(id(unit.parameter), "parameter")
         return f"update of {name}[{unit.start}:{unit.stop}]" if unit.is_slice else f"update of {name}"
 
@@ -531,14 +537,14 @@ class UpdateAudit(Audit):
         if parcel is None:
             return
         number, group = parcel.numbers
-        record = next((one.record for one in comparisons if one.number == number), None)
+        record = next((comparison.record for comparison in comparisons if comparison.number == number), None)
         if record is None:
             log.warning("the update of rank %d cannot be repeated here: this rank made none", owner)
             return
         again = record.repeat([(group, parcel.tensors, {})])
         setup.report(
             Mismatch(
-                link=self.link,
+                audit=self.kind,
                 step=step,
                 unit=parcel.text,
                 owner=owner,

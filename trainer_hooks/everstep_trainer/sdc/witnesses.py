@@ -8,8 +8,8 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from everstep_trainer.parallel.exact.summation import all_gather
-from everstep_trainer.runtime.interrupt import wait_for_audit_messages
+from everstep_trainer.base.interrupt import wait_for_audit_messages
+from everstep_trainer.parallel.lane import all_gather
 from everstep_trainer.state.python_value_codec import dtype_of
 
 
@@ -63,7 +63,7 @@ def exchange(
         device: The one that the default group communicates from.
     """
     payload = [_bytes(tensor, device) for tensor in tensors or ()]
-    header = torch.tensor([len(payload), *(one.numel() for one in payload)], dtype=torch.int64)
+    header = torch.tensor([len(payload), *(tensor.numel() for tensor in payload)], dtype=torch.int64)
     header = torch.nn.functional.pad(header, (0, HEADER_WORDS - header.numel())).to(device)
     announced = torch.zeros_like(header)
     _transfer([header], to, [announced], source)
@@ -85,9 +85,9 @@ def _transfer(
     """Transfer between pairs of ranks; empty tensors are skipped on both sides."""
     operations = []
     if to is not None:
-        operations += [dist.P2POp(dist.isend, one, to) for one in sent if one.numel()]
+        operations += [dist.P2POp(dist.isend, tensor, to) for tensor in sent if tensor.numel()]
     if source is not None:
-        operations += [dist.P2POp(dist.irecv, one, source) for one in received if one.numel()]
+        operations += [dist.P2POp(dist.irecv, tensor, source) for tensor in received if tensor.numel()]
     wait_for_audit_messages(dist.batch_isend_irecv(operations) if operations else ())
 
 
@@ -138,8 +138,8 @@ def exchange_parcel(
         return None
     header = msgspec.msgpack.decode(bytes(received[0].tolist()), type=_Header)
     tensors = {
-        one.name: flat.to("cpu" if one.on_host else device).view(dtype_of(one.dtype)).view(one.shape)
-        for one, flat in zip(header.tensors, received[1:], strict=True)
+        tensor.name: flat.to("cpu" if tensor.on_host else device).view(dtype_of(tensor.dtype)).view(tensor.shape)
+        for tensor, flat in zip(header.tensors, received[1:], strict=True)
     }
     return Parcel(header.numbers, tensors, header.text)
 

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import torch
 
 from everstep.ids import Version
-from everstep_trainer.sdc.digests.digest import to_unsigned
-from everstep_trainer.snapshot.copy import CopyResult, SlotTargets, SnapshotSources
+from everstep_trainer.digests.digest import to_unsigned
+from everstep_trainer.slots.copy import CopyResult, SlotTargets, SnapshotSources
+from everstep_trainer.slots.shares import RankShare
 from everstep_trainer.snapshot.planner import ActivePlan, TensorScan
-from everstep_trainer.snapshot.shares import RankShare
 from everstep_trainer.state.python_value_codec import Blob
 from everstep_trainer.state.spots import SpotValues
 from everstep_trainer.state.tensors import list_names
@@ -70,8 +70,9 @@ class OneShotSignal:
 
 @dataclass(eq=False)
 class SnapshotJob:
-    """One snapshot on its way. ``is_candidate``: its version may be committed. ``blocks_training``: ``begin`` waits
-    until it is copied. ``may_change``: the state may change now; ``changed_before_allowed``: it did so earlier."""
+    """One snapshot on its way. ``is_candidate``: its version may be committed. ``was_copied``: a copy was made, even if
+    it was discarded. ``blocks_training``: ``begin`` waits until it is copied. ``may_change``: the state may change now;
+    ``changed_before_allowed``: it did so earlier."""
 
     version: Version
     scan: TensorScan
@@ -82,6 +83,7 @@ class SnapshotJob:
 
     def __post_init__(self, overlap: bool | None, must_block: bool) -> None:
         self.is_candidate = False
+        self.was_copied = False
         self.filled: FilledSlot | None = None
         self.moment_digests: dict[str, str] | None = None  # if they are to be compared with other ranks'
         # known from the second snapshot on; also covers a pipeline stage's state that the scan cannot recognise
@@ -106,9 +108,9 @@ class SnapshotJob:
         return [] if self._write_counts is None else self.sources.writes.written_since(self._write_counts)
 
     def is_unchanged(self) -> bool:
-        """Return whether the state is as recorded, by counts and by bytes. Waits for GPUs."""
+        """Return whether the state was recorded and is so still, by counts and by bytes. Waits for GPUs."""
         spots = self._spots
-        return not self.changed_parameters() and (spots is None or not self.sources.spots_changed(spots))
+        return spots is not None and not self.changed_parameters() and not self.sources.spots_changed(spots)
 
     def torn_parameters(self, share: RankShare, copied: CopyResult, targets: SlotTargets) -> list[str]:
         """Return the names of parameters that changed before their copy, now complete, was made, without a count."""

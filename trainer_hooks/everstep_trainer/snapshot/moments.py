@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 
 from everstep.clock import Clock
 from everstep.errors import Unavailable
-from everstep_trainer.sdc.digests.digest import tensor_digest, to_hex
-from everstep_trainer.sdc.digests.piece_digests import separate_digests
-from everstep_trainer.snapshot.exchange import decode_value, poll_values, put_value
+from everstep_trainer.digests.digest import tensor_digest, to_hex
+from everstep_trainer.digests.piece_digests import separate_digests
+from everstep_trainer.slots.layout_exchange import decode_value, poll_values, put_value
 from everstep_trainer.state.layout import Sharing, content_digest
 from everstep_trainer.state.tensors import TrackedTensor, list_names
 
@@ -33,7 +33,7 @@ WAIT_S = 5.0
 MAX_SHOWN = 3
 
 
-class _Digests(msgspec.Struct, frozen=True):
+class _MomentDigests(msgspec.Struct, frozen=True):
     """One rank's digests by name, after a step."""
 
     step: int
@@ -67,20 +67,20 @@ class MomentComparison:
     def differing(self, round_number: int, step: int, digests: Mapping[str, str]) -> frozenset[str]:
         """Return the names of tensors that differ between ranks after ``step``, on all ranks alike; once per plan."""
         self._compared_round = round_number
-        body = msgspec.msgpack.encode(_Digests(step, dict(digests)))
+        body = msgspec.msgpack.encode(_MomentDigests(step, dict(digests)))
         mine, prefix = content_digest(body), f"moments/{round_number}"
         try:
             if not self._store.check([f"{prefix}/body/{mine}"]):
-                put_value(self._store, f"{prefix}/body/{mine}", _Digests(step, dict(digests)))
+                put_value(self._store, f"{prefix}/body/{mine}", _MomentDigests(step, dict(digests)))
             self._store.set(f"{prefix}/rank/{self._rank}", mine)
             published = self._poll([f"{prefix}/rank/{rank}" for rank in range(self._world)])
             others = sorted({each.decode() for each in published} - {mine})
-            bodies = [decode_value(each, _Digests) for each in self._poll([f"{prefix}/body/{o}" for o in others])]
+            bodies = [decode_value(each, _MomentDigests) for each in self._poll([f"{prefix}/body/{o}" for o in others])]
         except Unavailable:
             log.info("optimizer state was not compared between ranks after step %d", step, extra=dict(self._log_fields))
             return frozenset()
         found: dict[str, set[str]] = defaultdict(set)
-        for each in (_Digests(step, dict(digests)), *bodies):
+        for each in (_MomentDigests(step, dict(digests)), *bodies):
             if each.step != step:  # ranks store other steps first, so that nothing can be compared
                 return frozenset()
             for name, digest in each.by_name.items():

@@ -1,21 +1,28 @@
-"""Choose the number of steps between snapshots, so that they block training only for a small share of its time.
+"""Choose the number of steps between snapshots, so that they take only a small share of training's time.
 
-Each rank measures how long a snapshot blocks its training and how long a step is (StepStopwatch). All ranks take the
-pace of the slowest from the same step on, without a collective: steps are counted in windows of PACE_WINDOW. In a
-window's first quarter each rank publishes the pace that it needed in the window before. In the second quarter rank 0
-decides for the next window; from the third on all ranks read the decision. Ranks run in lock step and do their part
-before the next snapshot, at most MAX_INTERVAL steps later, so readers find the decision written.
+Each rank measures what a snapshot costs and how long a step is. Where cores are idle, a snapshot costs the time for
+which it blocks training (StepStopwatch). Where training waits for cores (CoreContention), it costs the CPU time of both
+threads instead: every millisecond that a copy computes is taken from some rank, and a wait for a core is not lost.
+
+All ranks take the pace of the slowest from the same step on, without a collective: steps are counted in windows of
+PACE_WINDOW. In a window's first quarter each rank publishes the pace that it needed in the window before. In the second
+quarter rank 0 decides for the next window; from the third on all ranks read the decision. Ranks run in lock step and do
+their part before the next snapshot, at most MAX_INTERVAL steps later, so readers find the decision written.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import ceil
+from pathlib import Path
 from statistics import median
+from threading import get_native_id
+from time import thread_time
 from typing import Any
 
 import msgspec
@@ -23,7 +30,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from everstep.clock import Clock
-from everstep_trainer.runtime.progress import timed_event
+from everstep_trainer.base.progress import timed_event
 
 # ---- stopwatch: duration of steps, and how long snapshots block training in them
 #
@@ -32,7 +39,23 @@ from everstep_trainer.runtime.progress import timed_event
 # whether the thread or the stream itself waited. Nothing waits for the events; they are read a step or more later.
 
 TimePoint = Any  # seconds, or a torch.cuda.Event of each GPU; their methods carry no types
-OnStep = Callable[[float, float | None], None]
+
+
+class StepTimes(msgspec.Struct, frozen=True):
+    """Seconds of one step.
+
+    Attributes:
+        step_s: Duration without what snapshots blocked.
+        blocked_s: How long snapshots blocked it; None if no snapshot began in it.
+        cpu_s: CPU time of the training thread in these blocks.
+    """
+
+    step_s: float
+    blocked_s: float | None = None
+    cpu_s: float = 0.0
+
+
+OnStep = Callable[[StepTimes], None]
 
 
 class _Step(msgspec.Struct):
@@ -42,11 +65,12 @@ class _Step(msgspec.Struct):
     ended: TimePoint = None
     has_snapshot: bool = False
     blocked: list[tuple[TimePoint, TimePoint]] = []
+    cpu_s: float = 0.0
 
 
 @dataclass(eq=False)
 class StepStopwatch:
-    """Times one training thread's steps. ``on_step``: each step's seconds and, if a snapshot began, blocked ones."""
+    """Times one training thread's steps. ``on_step`` is called with each of them."""
 
     _on_step: OnStep | None
     _clock: Clock
@@ -72,7 +96,7 @@ class StepStopwatch:
             step = self._over.popleft()
             blocked_s = sum(self._seconds_between(*pair) for pair in step.blocked)
             step_s = max(0.0, self._seconds_between(step.began, step.ended) - blocked_s)
-            self._on_step(step_s, blocked_s if step.has_snapshot else None)
+            self._on_step(StepTimes(step_s, blocked_s if step.has_snapshot else None, step.cpu_s))
 
     def _now(self) -> TimePoint:
         """Return a time point between the work so far, of this thread or of the GPUs' streams, and later work."""
@@ -93,48 +117,118 @@ class StepStopwatch:
         if step is None:
             yield
             return
-        began = self._now()
+        began, cpu_s = self._now(), thread_time()
         yield
+        step.cpu_s += thread_time() - cpu_s
         step.blocked.append((began, self._now()))
         step.has_snapshot = step.has_snapshot or has_snapshot
 
 
+# ---- contention: whether copies take cores from training
+
+SCHEDULER_STATISTICS = Path("/proc/thread-self/schedstat")
+"""Nanoseconds that the reading thread has run and has waited for a core, by the kernel's accounts."""
+CROWDED_SHARE = 0.02
+"""Share of its time that a training thread waits for a core, from which the cores are full. Beside idle cores it waits
+for less than a hundredth; four ranks on two cores wait for a third of their time."""
+
+
+class CoreContention:
+    """Whether the ranks of one node wait for its cores; for the training thread.
+
+    Args:
+        ranks: The number of ranks on this node.
+        clock: The clock of the time that a wait is compared with.
+        cores: Those that the process may use. Default: as the kernel says.
+        statistics: See SCHEDULER_STATISTICS. Without the file, ranks with fewer than two cores each count as waiting.
+    """
+
+    def __init__(
+        self, ranks: int, clock: Clock, *, cores: int | None = None, statistics: Path = SCHEDULER_STATISTICS
+    ) -> None:
+        cores = len(os.sched_getaffinity(0)) if cores is None else cores
+        self._clock, self._statistics = clock, statistics
+        self._is_crowded_by_number = 2 * ranks > cores
+        self.ranks_per_core = max(1.0, ranks / cores)
+        """What a second of CPU in each rank costs all of them, in seconds."""
+        self._last = self._read()
+
+    def is_crowded(self) -> bool:
+        """Return whether the calling thread has waited for a core since the last call, for long enough to matter."""
+        last, self._last = self._last, self._read()
+        if last is None or self._last is None or last[0] != self._last[0]:
+            return self._is_crowded_by_number
+        passed_s, waited_s = self._last[1] - last[1], self._last[2] - last[2]
+        return waited_s > CROWDED_SHARE * passed_s
+
+    def _read(self) -> tuple[int, float, float] | None:
+        """Return the calling thread, the time, and how long it has waited for cores; None if that is not known."""
+        try:
+            waited_ns = int(self._statistics.read_text().split()[1])
+        except (OSError, ValueError, IndexError):
+            return None
+        return get_native_id(), self._clock.monotonic(), waited_ns / 1e9
+
+
+# ---- pace
+
 log = logging.getLogger(__name__)
 
-MAX_BLOCKED_SHARE = 0.1  # largest share of training's time that snapshots may block before they become less frequent
+DEFAULT_BUDGET = 0.02
+"""Share of training's time that snapshots may take before they become less frequent."""
+MAX_BLOCKED_SHARE = 0.1
+"""Largest share of training's time that snapshots may block even where cores are full. There a block is mostly a wait
+for a core that others use, which the budget does not count; but it may also be a wait for a network."""
 MIN_BLOCKED_S = 0.02
-"""A snapshot that blocks for less than this is made in every step: losing a step costs more than it saves."""
+"""Shorter blocks are waits for a core."""
 RELAX_FACTOR = 0.8
-"""Factor of MAX_BLOCKED_SHARE below which snapshots become more frequent again, so that the pace does not alternate."""
+"""Factor of a share below which snapshots become more frequent again, so that the pace does not alternate."""
 MIN_STEP_S = 1e-6
 PACE_WINDOW = 64
 MAX_INTERVAL = 8
 """Most steps between snapshots. A quarter of a window is twice as long."""
 
 
-def target_interval(blocked_s: float, step_s: float, current: int) -> int:
-    """Return the steps between snapshots that keep blocked time within MAX_BLOCKED_SHARE, given the present."""
-    if blocked_s < MIN_BLOCKED_S:
-        return 1
+def target_interval(cost_s: float, step_s: float, current: int, share: float) -> int:
+    """Return the steps between snapshots that keep their cost within a share of training's time.
+
+    Args:
+        cost_s: Seconds that one snapshot costs.
+        step_s: Seconds of a step without them.
+        current: The present number, which is kept while fewer steps would only just suffice.
+        share: The share of all time, between 0 and 1.
+    """
 
     def apart(share: float) -> int:
-        return max(1, ceil(min(MAX_INTERVAL, blocked_s * (1 - share) / (share * max(step_s, MIN_STEP_S)))))
+        return max(1, ceil(min(MAX_INTERVAL, cost_s * (1 - share) / (share * max(step_s, MIN_STEP_S)))))
 
-    needed = apart(MAX_BLOCKED_SHARE)
-    return needed if needed >= current else min(current, apart(MAX_BLOCKED_SHARE * RELAX_FACTOR))
+    needed = apart(share)
+    return needed if needed >= current else min(current, apart(share * RELAX_FACTOR))
 
 
 class SnapshotPace:
-    """The pace of one rank in one generation: ``agree`` is for the copier; a ``fixed_interval`` measures nothing."""
+    """The pace of one rank in one generation; a ``fixed_interval`` measures nothing. ``budget``: the share of
+    training's time that snapshots may take. ``contention``: None if cores are never full."""
 
-    def __init__(self, store: Store, rank: int, fixed_interval: int | None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        fixed_interval: int | None,
+        budget: float = DEFAULT_BUDGET,
+        contention: CoreContention | None = None,
+    ) -> None:
         self._store, self._rank, self.fixed_interval = store, rank, fixed_interval
+        self._budget, self._contention = budget, contention
         self._paces = [(0, 1)]  # (first window, interval): the last two decisions
         self._wanted_intervals: dict[int, int] = {}
-        self._steps: list[float] = []
-        self._blocked: list[float] = []
+        self._steps: list[StepTimes] = []
+        self._copies: list[float] = []
         self._window = 0
         self._done: set[tuple[str, int]] = set()
+        self._has_warned = False
+        self.are_cores_full = False
+        """Whether training waited for cores in the last window; False with a ``fixed_interval``."""
 
     def interval_at(self, step: int) -> int:
         """Return the number of steps between regular snapshots at ``step``."""
@@ -152,18 +246,37 @@ class SnapshotPace:
         """Record that ``step`` is finished, before its snapshot begins."""
         if self.fixed_interval is not None or step // PACE_WINDOW == self._window:
             return
-        if self._blocked and self._steps:
-            target = target_interval(median(self._blocked), median(self._steps), self.interval_at(step))
-            self._wanted_intervals = {step // PACE_WINDOW: target}
-        self._steps, self._blocked, self._window = [], [], step // PACE_WINDOW
+        wanted = self._wanted_interval(self.interval_at(step))
+        self._wanted_intervals = {} if wanted is None else {step // PACE_WINDOW: wanted}
+        self._window = step // PACE_WINDOW
 
-    def record_step(self, step_s: float, blocked_s: float | None) -> None:
-        """Record a step's seconds and, if a snapshot began in it, the seconds that it blocked training."""
-        self._steps.append(step_s)
-        if blocked_s is not None:
-            self._blocked.append(blocked_s)
+    def _wanted_interval(self, current: int) -> int | None:
+        """Return what the steps of the last window call for, and forget them; None if none had a snapshot."""
+        steps, self._steps = self._steps, []
+        copies, self._copies = self._copies, []
+        self.are_cores_full = self._contention is not None and self._contention.is_crowded()
+        stored = [each for each in steps if each.blocked_s is not None]
+        if not stored:
+            return None
+        step_s, blocked_s = median(each.step_s for each in steps), median(each.blocked_s or 0.0 for each in stored)
+        if not self.are_cores_full or self._contention is None:
+            return target_interval(blocked_s, step_s, current, self._budget)
+        cpu_s = median(each.cpu_s for each in stored) + (median(copies) if copies else 0.0)
+        wanted = target_interval(cpu_s * self._contention.ranks_per_core, step_s, current, self._budget)
+        if blocked_s >= MIN_BLOCKED_S:
+            wanted = max(wanted, target_interval(blocked_s, step_s, current, max(MAX_BLOCKED_SHARE, self._budget)))
+        return wanted
+
+    def record_step(self, times: StepTimes) -> None:
+        """Record a finished step."""
+        self._steps.append(times)
 
     # --- for the copier thread
+
+    def record_copy(self, cpu_s: float) -> None:
+        """Record the CPU time that the copier spent on one snapshot."""
+        if self.fixed_interval is None:
+            self._copies.append(cpu_s)
 
     def agree(self, step: int) -> None:
         """Take part in the agreement after each snapshot, before the next one. Raises what the store raises."""
@@ -190,8 +303,20 @@ class SnapshotPace:
         self._paces = [(0, before), (window, every)]
         if self._rank != 0 or every == before:
             return
-        if every > 1:
-            message = "snapshots block training for over %.0f %% of the time: taking one every %d steps from step %d"
-            log.warning(message, 100 * MAX_BLOCKED_SHARE, every, window * PACE_WINDOW)
+        begin = window * PACE_WINDOW
+        if every == 1:
+            log.info("a snapshot of each step again, from step %d", begin)
+        elif self._has_warned:
+            log.info("a snapshot every %d steps, from step %d", every, begin)
         else:
-            log.info("taking a snapshot every step again, from step %d", window * PACE_WINDOW)
+            self._has_warned = True
+            log.warning(
+                "a snapshot every %d steps from step %d: one of each step would take over %.3g %% of the time. The "
+                "loss of a node, or of a rank during an update, may then repeat up to %d finished steps; "
+                "run.track(snapshot_every=1) stores each step, "
+                "snapshot_budget= is the share of the time",
+                every,
+                begin,
+                100 * self._budget,
+                every - 1,
+            )

@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,25 +18,27 @@ from everstep.clock import Clock
 from everstep.errors import OutOfSlotMemory
 from everstep.ids import Version
 from everstep.layout.manifests import Manifest, encode_manifest, full_box
-from everstep.layout.slots import PAGE_BYTES, SLOTS_PER_RANK, slot_bytes_for
+from everstep.layout.segment_header import PAGE_BYTES
+from everstep.layout.slots import SLOTS_PER_RANK, SegmentView, slot_bytes_for
 from everstep.vocabulary import Finding, FindingKind, Mode, Severity
 from everstep.wire.v1.local import CheckCapacity
 from everstep.wire.v1.training import FindingRaised, GenerationSpec, Member
-from everstep_trainer.memory_tier.vault_client import MappedSegment, VaultClient
-from everstep_trainer.restore.version_choice import FIRST_CHECKPOINT_RANK
-from everstep_trainer.runtime.interrupt import WAIT_SLICE_S
-from everstep_trainer.snapshot import slot_negotiation
-from everstep_trainer.snapshot.copy import SlotTargets, current_gpu, gpus_of, slot_view
-from everstep_trainer.snapshot.exchange import LayoutExchange, RoundSuperseded
-from everstep_trainer.snapshot.retention import VersionRetention
-from everstep_trainer.snapshot.shares import (
+from everstep_trainer.base.interrupt import WAIT_SLICE_S
+from everstep_trainer.slots.copy import SlotTargets, current_gpu, gpus_of, slot_view
+from everstep_trainer.slots.layout_exchange import LayoutExchange, RoundSuperseded
+from everstep_trainer.slots.shares import (
     RankShare,
     build_manifest,
     divide_state,
     payload_bytes,
     segment_needs,
+    translate_share,
     unify_sharing,
 )
+from everstep_trainer.slots.vault_client import MappedSegment, VaultClient
+from everstep_trainer.slots.version_choice import FIRST_CHECKPOINT_RANK
+from everstep_trainer.snapshot import slot_negotiation
+from everstep_trainer.snapshot.retention import VersionRetention
 from everstep_trainer.state.layout import ALIGN, Layout
 from everstep_trainer.state.tensors import TrackedTensor, describe_layout_change, list_names
 
@@ -53,8 +55,9 @@ SMALL_PIECE_COUNT = 2048
 
 @dataclass(eq=False)
 class ActivePlan:
-    """The parts of a snapshot that do not depend on the step. ``plan_with_covers``: the plan with other ranks' pieces,
-    if there are any. ``is_small``: the training thread may copy the share itself."""
+    """The parts of a snapshot that do not depend on the step. ``other_shares``: what it takes to store the shares of
+    other ranks of this node that this rank holds as well. ``is_small``: the training thread may copy the share
+    itself."""
 
     layout: Layout
     share: RankShare
@@ -62,7 +65,7 @@ class ActivePlan:
     segment: MappedSegment
     since_step: int
     round_number: int  # of the exchange of layouts, equal on all ranks
-    plan_with_covers: ActivePlan | None = None
+    other_shares: OtherShares | None = None
 
     def __post_init__(self) -> None:
         self.manifest_bytes = encode_manifest(self.manifest)
@@ -81,16 +84,37 @@ class ActivePlan:
     def slot_targets(self, slot: int) -> SlotTargets:
         """Return views into a slot that was begun with this plan's manifest, one for each piece of the share."""
         if slot not in self._targets:
-            payload = torch.frombuffer(self.segment.view.payload(slot), dtype=torch.uint8)
-            views = []
-            for stored in self.manifest.stored:
-                tensor = self.manifest.catalog[stored.tensor]
-                size = stored.box.size[1:] if tensor.per_rank else stored.box.size
-                views.append(slot_view(payload, stored.offset, tensor.dtype, size))
-            start, length = self.manifest.digests_range
-            digests = payload[start : start + length].view(torch.int64) if length else None
-            self._targets[slot] = SlotTargets(views, payload, digests)
+            self._targets[slot] = make_slot_targets(self.segment.view, slot, self.manifest)
         return self._targets[slot]
+
+
+def make_slot_targets(view: SegmentView, slot: int, manifest: Manifest) -> SlotTargets:
+    """Return views into a slot of ``view`` that was begun with this manifest, one for each piece of its share."""
+    payload = torch.frombuffer(view.payload(slot), dtype=torch.uint8)
+    views = []
+    for stored in manifest.stored:
+        tensor = manifest.catalog[stored.tensor]
+        size = stored.box.size[1:] if tensor.per_rank else stored.box.size
+        views.append(slot_view(payload, stored.offset, tensor.dtype, size))
+    start, length = manifest.digests_range
+    digests = payload[start : start + length].view(torch.int64) if length else None
+    return SlotTargets(views, payload, digests)
+
+
+@dataclass(frozen=True, eq=False)
+class OtherShares:
+    """The shares of other ranks of this node that this rank can store from its own tensors.
+
+    ``shares``: by rank, in parts of this rank's layout. ``manifest``: makes the manifest of such a rank's slot.
+    """
+
+    shares: Mapping[int, RankShare]
+    manifest: Callable[[int], Manifest]
+
+    @property
+    def parts(self) -> frozenset[int]:
+        """Indices, in this rank's layout, of all parts that some share takes bytes of."""
+        return frozenset(piece.part for share in self.shares.values() for piece in share.pieces)
 
 
 class _LayoutAgreement(NamedTuple):
@@ -102,6 +126,7 @@ class _LayoutAgreement(NamedTuple):
     share: RankShare
     since: int
     round_number: int
+    node_shares: dict[int, RankShare]  # of the other ranks of this node
 
 
 @dataclass(eq=False)
@@ -131,15 +156,15 @@ class SnapshotPlanner:
             self._agree(layout, blob_bytes, since)
             self._report_lack()
         assert self._agreement is not None
-        _, _, layouts, share, since, number = self._agreement
-        manifest = self._manifest(layouts, share, blob_bytes)
-        if not share.cover_pieces or self.agreed.provision.candidates_only:
-            return ActivePlan(layout, share, manifest, self._open(manifest), since, number)
-        wide = share.including_replicated_state()
-        wide_manifest = self._manifest(layouts, wide, blob_bytes)
-        segment = self._open(wide_manifest)
-        with_covers = ActivePlan(layout, wide, wide_manifest, segment, since, number)
-        return ActivePlan(layout, share, manifest, segment, since, number, with_covers)
+        _, mine, layouts, share, since, number, node_shares = self._agreement
+        manifest = self._manifest(self._member.rank, layouts, share, blob_bytes)
+        held = {rank: translate_share(other, layouts[rank], mine) for rank, other in node_shares.items()}
+        others = OtherShares(
+            {rank: theirs for rank, theirs in held.items() if theirs is not None},
+            lambda rank: self._manifest(rank, layouts, node_shares[rank], 0),
+        )
+        segment = self._open(manifest)
+        return ActivePlan(layout, share, manifest, segment, since, number, others if others.shares else None)
 
     def is_superseded(self) -> bool:
         """Return whether other ranks make a new plan, so that this one must too; see LayoutExchange."""
@@ -161,20 +186,19 @@ class SnapshotPlanner:
                 layouts = unify_sharing(received.layouts)
                 nodes = [self._spec.node_of(rank) for rank in range(self._spec.world_size)]
                 shares = divide_state(layouts, nodes, self._spec.spec.replicas, self._spec.replica_nodes)
-                manifest = self._manifest(layouts, shares[rank], blob_bytes)
+                manifest = self._manifest(rank, layouts, shares[rank], blob_bytes)
                 check_room = partial(self._check_room, layouts, shares, manifest)
                 self.agreed = self._negotiation.agree(str(received.number), check_room)
             except RoundSuperseded:
                 continue
+            others = {m.rank: shares[m.rank] for m in self._spec.members_on(self._member.node) if m.rank != rank}
             self._agreement = _LayoutAgreement(
-                layout, layouts[rank], layouts, shares[rank], received.since_step, received.number
+                layout, layouts[rank], layouts, shares[rank], received.since_step, received.number, others
             )
             return
 
-    def _manifest(self, layouts: Sequence[Layout], share: RankShare, blob_bytes: int) -> Manifest:
-        return build_manifest(
-            self._member.rank, layouts, share, _capacity(blob_bytes), digests=self._options.audits_copies
-        )
+    def _manifest(self, rank: int, layouts: Sequence[Layout], share: RankShare, blob_bytes: int) -> Manifest:
+        return build_manifest(rank, layouts, share, _capacity(blob_bytes), digests=self._options.audits_copies)
 
     def _check_room(
         self,
@@ -188,12 +212,9 @@ class SnapshotPlanner:
         encoded, whole = len(encode_manifest(manifest)), _whole_bytes(manifest)
 
         def slot_bytes(rank: int) -> int:
-            share = shares[rank]
-            if share.cover_pieces and not provision.candidates_only:
-                share = share.including_replicated_state()
             # Python state and manifest of other ranks are taken to be as large as this rank's
             capacity, digests = manifest.blob_capacity, self._options.audits_copies
-            payload = payload_bytes(layouts[rank], share, capacity, digests=digests)
+            payload = payload_bytes(layouts[rank], shares[rank], capacity, digests=digests)
             return self._slot_bytes(provision, encoded, payload, whole)
 
         needs = segment_needs(self._member.node, self._spec, shares, provision.slots, slot_bytes)
@@ -298,7 +319,7 @@ HOST_REGISTER_PORTABLE = 1  # cudaHostRegisterPortable: for all GPUs of the proc
 
 
 def page_lock(segment: MappedSegment) -> None:
-    """Page-lock a segment's mapping for the GPU while somebody holds it. Raises RuntimeError (``ulimit -l``)."""
+    """Page-lock a segment's mapping for the GPU while a process holds it. Raises RuntimeError (``ulimit -l``)."""
     if segment.is_page_locked:
         return
     mapped = torch.frombuffer(segment.buffer, dtype=torch.uint8)

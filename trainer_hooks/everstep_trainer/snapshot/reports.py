@@ -14,7 +14,7 @@ from everstep.clock import Clock
 from everstep.ids import Version
 from everstep.wire.v1.local import Replicated, SlotSealed
 from everstep.wire.v1.training import GenerationSpec, Member, VersionSealed
-from everstep_trainer.memory_tier.vault_client import VaultClient
+from everstep_trainer.slots.vault_client import VaultClient
 from everstep_trainer.snapshot.job import FilledSlot, SnapshotJob
 
 log = logging.getLogger(__name__)

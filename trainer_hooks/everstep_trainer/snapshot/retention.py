@@ -8,9 +8,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 
+import msgspec
+
 from everstep.errors import OutOfSlotMemory
 from everstep.ids import Version
-from everstep.layout.slots import SLOTS_PER_RANK, SlotHeader, SlotState, slot_to_fill
+from everstep.layout.slot_header import SlotHeader, SlotState
+from everstep.layout.slots import SLOTS_PER_RANK, slot_to_fill
 from everstep.wire.v1.training import RestoreRule
 from everstep_trainer.snapshot.slot_negotiation import CANDIDATE_ONLY_SLOTS
 
@@ -70,6 +73,17 @@ class VersionRetention:
             return slot_to_fill(list(headers), needed | self._pins(headers))
         except OutOfSlotMemory:  # training takes precedence over readers of pinned versions
             return slot_to_fill(list(headers), needed)
+
+    def slot_for_rescue(self, headers: Sequence[SlotHeader | None], is_regular: Callable[[int], bool]) -> int:
+        """Return the slot for a version that is stored late, in this rank's segment or in that of a dead rank, whose
+        copied slots its vault will seal. Nothing is given up that may be committed or was restored, since the version
+        may still turn out to be incomplete. Raises OutOfSlotMemory."""
+        complete = [h is not None and h.state in (SlotState.SEALED, SlotState.COPIED) for h in headers]
+        if not all(complete):
+            return complete.index(False)
+        found = [header for header in headers if header is not None]
+        keep = self.needed([h.version for h in found], is_regular) | set(self.versions_to_carry())
+        return slot_to_fill([msgspec.structs.replace(h, state=SlotState.SEALED) for h in found], keep)
 
     def needed_in_copies(self, headers: list[SlotHeader | None], is_regular: Callable[[int], bool]) -> set[Version]:
         """Return the versions that must not be overwritten where this rank's slots are copied to."""

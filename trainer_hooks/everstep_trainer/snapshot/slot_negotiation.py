@@ -14,8 +14,9 @@ import msgspec
 from everstep.errors import OutOfSlotMemory
 from everstep.layout.slots import SLOTS_PER_RANK
 from everstep.wire.v1.training import GenerationSpec, Member
-from everstep_trainer.sdc.presets import LinkOptions
-from everstep_trainer.snapshot.exchange import decode_value
+from everstep_trainer.sdc.presets import AuditOptions
+from everstep_trainer.slots.layout_exchange import decode_value
+from everstep_trainer.snapshot.pace import DEFAULT_BUDGET
 
 # ---- a job's choices for its snapshots in ``run.track``; the same on all ranks
 
@@ -33,8 +34,11 @@ class SnapshotOptions(msgspec.Struct, frozen=True, kw_only=True):
             step, and a loss costs no finished step. CANDIDATE_ONLY_SLOTS stores only versions to be committed, about
             two a second, and a loss costs the steps since the last of them. None: SLOTS_PER_RANK if every node of the
             job has the memory, else CANDIDATE_ONLY_SLOTS.
-        interval: Steps between snapshots, besides those announced to be committed. None: as many as keep blocked time
-            short (everstep_trainer.snapshot.pace), usually one. With CANDIDATE_ONLY_SLOTS there are no others.
+        interval: Steps between snapshots, besides those announced to be committed. None: as few as keep their cost
+            within ``budget`` (everstep_trainer.snapshot.pace), from 1 to 8. With CANDIDATE_ONLY_SLOTS there are no
+            others.
+        budget: Share of training's time that snapshots may take before they become less frequent than every step,
+            unless ``interval`` is given.
         exclude: Patterns of names of tensors that are neither stored nor restored (everstep_trainer.state.tensors).
         require_checkpoints: Whether the training script gets an error if a node has no memory for checkpoints, instead
             of training without (everstep_trainer.snapshot.planner).
@@ -45,13 +49,19 @@ class SnapshotOptions(msgspec.Struct, frozen=True, kw_only=True):
     overlap: bool | None = None
     slots: int | None = None
     interval: int | None = None
+    budget: float = DEFAULT_BUDGET
     exclude: tuple[str, ...] = ()
     require_checkpoints: bool = False
-    copy_audits: LinkOptions | None = None
+    copy_audits: AuditOptions | None = None
 
     def __post_init__(self) -> None:
         if self.interval is not None and self.interval < 1:
             raise ValueError(f"snapshot_every={self.interval}: take 1 for a snapshot of each step, or more")
+        if not 0.0 < self.budget < 1.0:
+            raise ValueError(
+                f"snapshot_budget={self.budget}: take a share of the time between 0 and 1, such as {DEFAULT_BUDGET}, "
+                "or snapshot_every=1 for a snapshot of each step"
+            )
         if self.interval is not None and self.candidates_only:
             raise ValueError(
                 f"slots={CANDIDATE_ONLY_SLOTS} stores only commit candidates: leave out snapshot_every={self.interval}"

@@ -3,8 +3,9 @@
 ``begin`` waits until the previous snapshot is hashed and sealed, which usually happened long before. The copy runs
 beside the next forward and backward pass, after the replication of the previous snapshot (for a second at most).
 ``wait``, before the next optimizer step, blocks until the bytes are in the slot. If a rank is lost before it has sealed
-a copied slot, its vault seals it (docs/decisions/0035). A small share, copied sooner than another thread wakes up, is
-copied by ``begin`` itself (docs/decisions/0039). Changes without ``wait`` are detected (job.py).
+a copied slot, its vault seals it (docs/decisions/0008). A small share, copied sooner than another thread wakes up, is
+copied by ``begin`` itself (docs/decisions/0039). Changes without ``wait`` are detected (job.py). What is still unstored
+when the generation ends is stored from the live state, also for dead ranks (live_rescue.py).
 
 No failure in here reaches the training loop: a snapshot that cannot be made is skipped, with a warning that says why.
 """
@@ -16,62 +17,33 @@ import threading
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
+from time import thread_time
 
 import msgspec
 from torch._C._distributed_c10d import Store
 
 from everstep.clock import Clock
-from everstep.errors import DigestMismatch, EverstepError, OutOfSlotMemory
+from everstep.errors import EverstepError, OutOfSlotMemory
 from everstep.ids import Version
-from everstep.layout.slots import FinishedStep, SegmentView, segment_name
+from everstep.layout.segment_header import FinishedStep
+from everstep.layout.slot_header import SlotHeader
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.training import FindingRaised, GenerationSpec, Member, VersionSealed
-from everstep_trainer.memory_tier.vault_client import VaultClient
-from everstep_trainer.restore.local_slots import map_read_only
-from everstep_trainer.runtime.interrupt import WAIT_SLICE_S
+from everstep_trainer.base.interrupt import WAIT_SLICE_S
 from everstep_trainer.sdc.audit import Mismatch
 from everstep_trainer.sdc.copy_audit import CopyAudit
-from everstep_trainer.snapshot.copy import SnapshotSources, write_blob
-from everstep_trainer.snapshot.exchange import ROUND_CHECK_S, LayoutExchange, PythonStateComparison
+from everstep_trainer.slots.copy import SnapshotSources, write_blob
+from everstep_trainer.slots.layout_exchange import ROUND_CHECK_S, LayoutExchange, PythonStateComparison
+from everstep_trainer.slots.vault_client import VaultClient
 from everstep_trainer.snapshot.job import FilledSlot, MutationGuard, OneShotSignal, SnapshotJob, SnapshotPhase
+from everstep_trainer.snapshot.live_rescue import RESCUE_WAIT_S, LiveRescue, StoringLocks, is_stored, store_live
 from everstep_trainer.snapshot.moments import MomentComparison, moment_digests
-from everstep_trainer.snapshot.pace import SnapshotPace, StepStopwatch
+from everstep_trainer.snapshot.pace import CoreContention, SnapshotPace, StepStopwatch
 from everstep_trainer.snapshot.planner import ActivePlan, PlanManager, SnapshotPlanner, TensorScan
 from everstep_trainer.snapshot.reports import SealReporter
 from everstep_trainer.snapshot.retention import VersionRetention
 from everstep_trainer.snapshot.slot_negotiation import DEFAULT_OPTIONS, SnapshotOptions
 from everstep_trainer.state.tracked_state import TrackedState
-
-# ---- covers: on a single node, one rank stores each byte that several hold. When a generation ends, the others check
-# whether it was stored; it is missing only for a rank that was killed while it copied.
-
-
-def all_stored(directory: Path, members: Iterable[Member], version: Version) -> bool:
-    """Return whether all these ranks, with segments in ``directory``, have copied their shares of ``version``."""
-    for member in members:
-        try:
-            view = SegmentView(map_read_only(str(directory / segment_name("own", member.local_rank))))
-        except (OSError, ValueError, DigestMismatch):
-            return False
-        if all((header.rank, header.version) != (member.rank, version) for _, header in view.complete_slots()):
-            return False
-    return True
-
-
-def store_with_covers(
-    plan: ActivePlan, slot: int, rank: int, version: Version, blob: bytes, sources: SnapshotSources
-) -> None:
-    """Fill ``slot`` with this rank's share and its covers, and discard a slot of the version without covers."""
-    view = plan.segment.view
-    narrower = [other for other, header in view.sealed_slots() if header.version == version]
-    payload = view.begin(slot, rank, version, plan.manifest_bytes, plan.manifest.payload_bytes)
-    write_blob(payload, plan.manifest, blob)
-    copied = sources.copy(plan.share, plan.slot_targets(slot), digest=False)
-    sources.mover.finish()
-    view.seal(slot, plan.slot_digests(copied.chunks))
-    for other in narrower:
-        view.discard(other)
-
 
 log = logging.getLogger(__name__)
 
@@ -80,11 +52,14 @@ PLAN_TIMEOUT_S = 10.0
 """Time for making a plan, without training waiting: ranks that change at different steps meet in it."""
 RETRY_S = 5.0
 """Seconds without snapshots after a plan failed, so that training does not stop for each attempt; and of warnings."""
-FINISH_TIMEOUT_S = 5.0
+FINISH_TIMEOUT_S = 20.0
+"""Longest wait for the last copy when a generation ends, which may still have to make slots or to copy gigabytes. Other
+ranks wait for a late one in the rendezvous for ``join_timeout_s``."""
 MAX_HASH_DELAY_S = 0.05
 """Longest pause before a copy on the CPU is hashed: the first to finish must not slow ranks still copying."""
-COPIER_POLL_S = 0.02
-"""Interval at which the copier looks for snapshots that the training thread copied itself: it is not woken for them."""
+COPIER_POLL_S = 0.1
+"""Interval at which the copier looks for snapshots that the training thread copied itself: it is not woken for them
+before ``wait``. A shorter one took more CPU time of small models than the snapshots."""
 
 
 class Snapshotter:
@@ -106,7 +81,7 @@ class Snapshotter:
         stored_step: int = 0,
         options: SnapshotOptions = DEFAULT_OPTIONS,
         clock: Clock = SYSTEM_CLOCK,
-        is_over: Callable[[], bool] = bool,
+        is_over: Callable[[], bool] = lambda: False,
         on_mismatch: Callable[[Mismatch], None] | None = None,
         kind: str = "",
     ) -> None:
@@ -124,10 +99,15 @@ class Snapshotter:
         self._queued: SnapshotJob | None = None
         self._last: SnapshotJob | None = None
         self._unchanged_job: SnapshotJob | None = None
+        self._live: SnapshotJob | None = None  # of the last finished step, until an update may begin
+        self._has_searched = False  # for tensors that are new after the last finished step
+        self._locks: StoringLocks | None = None
         self._mutation_guard = MutationGuard(bool(state.optimizers), self._log_fields, is_needed=state.changes_in_place)
         self._closing = False
         self._retention = VersionRetention(spec.number, spec.restore, restored, stored_step)
-        self._pace = SnapshotPace(store, member.rank, 1 if options.candidates_only else options.interval)
+        contention = CoreContention(sum(other.node == member.node for other in spec.roster), clock)
+        interval = 1 if options.candidates_only else options.interval
+        self._pace = SnapshotPace(store, member.rank, interval, options.budget, contention)
         self._comparison = PythonStateComparison(store, member.rank, spec.world_size, self._log_fields)
         self._moments = MomentComparison(
             store, member.rank, spec.world_size, clock, self._stop, is_over, self._log_fields
@@ -160,9 +140,9 @@ class Snapshotter:
         self._mark_finished()
         self._pace.end_step(step)
         self._stopwatch.end_step(() if self._scan is None else self._scan.gpus)
-        if self._retention.is_candidate(step) or (not self._plans.candidates_only and self._pace.is_due(step)):
-            with self._stopwatch.blocked(has_snapshot=True):
-                self._begin(step)
+        is_due = self._retention.is_candidate(step) or (not self._plans.candidates_only and self._pace.is_due(step))
+        with self._stopwatch.blocked(has_snapshot=is_due):
+            self._begin(step, is_due)
 
     def mark_loop_ended(self, loop_ended: bool) -> None:
         """Note whether the loop has ended with the last finished step, so that only the work after it is left."""
@@ -176,29 +156,39 @@ class Snapshotter:
             if (planned := self._plans.current) is not None:
                 planned.segment.view.mark_finished(self._finished)
 
+    @property
+    def are_cores_full(self) -> bool:
+        """Whether this rank's training waits for cores, so that any other work takes them from it."""
+        return self._pace.are_cores_full
+
     def interval_at(self, step: int) -> int:
         """Return the number of steps between snapshots at ``step``; 0 if only versions to be committed are stored."""
         return 0 if self._plans.candidates_only else self._pace.interval_at(step)
 
-    def _begin(self, step: int) -> None:
+    def _begin(self, step: int, is_due: bool) -> None:
+        """Snapshot the state, or only note what it takes to store it should the generation end (not ``is_due``)."""
         self._begun_step = step  # before the current plan is read
-        if self._last is not None:
+        self._live = None
+        if self._last is not None and not self._last.done.is_set():  # else a wake-up would only take a core
             self._wanted.set()
             with self._changed:
                 self._changed.notify_all()
             self._await(self._last, self._last.done)  # so that no rank is two sealed versions behind another
-        if self._clock.monotonic() < self._retry_at:
-            return
-        if self._scan is None or not self._state.is_unchanged():
+        self._has_searched = is_due or self._scan is None  # else it is done when the generation ends
+        if self._scan is None or (is_due and not self._state.is_unchanged()):
             self._scan = self._rescan(step)
         sources = self._fitting_sources(self._scan)
         sources.stage()
-        version = Version(self._spec.number, step)
+        version, overlap = Version(self._spec.number, step), self._options.overlap
+        if not is_due or self._clock.monotonic() < self._retry_at:
+            self._live = SnapshotJob(version, self._scan, sources, self._state.capture(), overlap)
+            self._live.record_writes()
+            return
         # what a GPU copies later may change before it is compared with other ranks
         hold = self._mutation_guard.must_block() or (sources.is_on_gpu and not self._moments.has_begun)
-        job = SnapshotJob(version, self._scan, sources, self._state.capture(), self._options.overlap, must_block=hold)
+        job = self._live = SnapshotJob(version, self._scan, sources, self._state.capture(), overlap, must_block=hold)
         small = self._plan_if_small(job)
-        if small is None or small.plan_with_covers is not None:
+        if small is None or small.other_shares is not None:
             job.record_writes()
         with self._changed:
             if self._closing:
@@ -239,10 +229,15 @@ class Snapshotter:
     def wait(self) -> None:
         """Block until the last ``begin``'s copy is done; returns without it if the generation ended, or after
         PLAN_WAIT_S. Raises OutOfSlotMemory if that prevents a plan and checkpoints are required."""
-        if self._last is not None:
+        self._live = None
+        last = self._last
+        if last is not None and (last.sources.is_on_gpu or not last.copied.is_set()):
             with self._stopwatch.blocked():
-                self._await(self._last, self._last.copied)
-                self._last.sources.mover.order_before_step()
+                self._await(last, last.copied)
+                last.sources.mover.order_before_step()
+        if self._queued is not None:  # copied by this thread: the copier has only to seal it
+            with self._changed:
+                self._changed.notify_all()
         self._mutation_guard.allow_changes(self._unchanged_job)
         self._unchanged_job = None
         self.first_plan.raise_if_failed()
@@ -258,9 +253,16 @@ class Snapshotter:
         if self._retention.update(committed, candidate, pinned):
             self._exchange.handle_commit()
 
-    def close(self, finish: bool) -> None:
-        """End the generation for this rank. With ``finish``, a copy that has begun is sealed (within FINISH_TIMEOUT_S),
-        and shares of dead ranks are stored, as the state does not change. Otherwise only a finished copy is sealed."""
+    def close(self, finish: bool, *, rescue_wait_s: float | None = RESCUE_WAIT_S) -> None:
+        """End the generation for this rank.
+
+        Args:
+            finish: Whether the state does not change meanwhile, so that a copy that has begun is completed and sealed
+                (within FINISH_TIMEOUT_S). Otherwise only a finished copy is sealed.
+            rescue_wait_s: With ``finish``, what this rank and dead ranks of its node have not stored of the last
+                finished step is stored now; it waits so many seconds for others to store or to end. None: not stored,
+                since no rank is lost.
+        """
         with self._changed:
             self._closing = True
             if not finish:
@@ -275,8 +277,18 @@ class Snapshotter:
         self._thread.join(timeout=FINISH_TIMEOUT_S)
         if self._thread.is_alive():
             log.warning("the last copy did not end in %.0f s: abandoned", FINISH_TIMEOUT_S, extra=self._log_fields)
-        elif finish and (job := self._unchanged_job) and job.is_unchanged():
-            self._attempt(partial(self._cover, job), f"cover step {job.version.step}", at_end=True)
+            return
+        job = self._live if finish and rescue_wait_s is not None else None
+        planned = None
+        if job is not None and job.is_unchanged() and (self._has_searched or self._state.is_unchanged()):
+            planned = self._plans.plan_for(job.scan)
+        if job is None or planned is None or job.version.step < planned.since_step:
+            self._release_lock()
+            return
+        self._attempt(partial(self._store_late, job, planned), f"store step {job.version.step}", at_end=True)
+        self._release_lock()
+        if rescue_wait_s is not None:
+            self._rescue_others(job, planned, rescue_wait_s)
 
     def _rescan(self, step: int) -> TensorScan:
         """Search for the tensors again."""
@@ -290,7 +302,8 @@ class Snapshotter:
         planned = self._plans.plan_for(scan)
         share = None if planned is None else planned.share
         if self._sources is None or self._sources.share is not share:
-            self._sources = SnapshotSources(scan.tensors, share)
+            other_shares = None if planned is None else planned.other_shares
+            self._sources = SnapshotSources(scan.tensors, share, () if other_shares is None else other_shares.parts)
         return self._sources
 
     def _give_up(self, job: SnapshotJob) -> bool:
@@ -312,12 +325,14 @@ class Snapshotter:
             self._attempt(partial(self._plan, self._scan, 0, 0), "plan snapshots")
         self.first_plan.mark_attempted()
         while (job := self._next()) is not None:
+            began_s = thread_time()
             self._attempt(partial(self._snapshot, job), f"snapshot step {job.version.step}")
             if not self._plans.candidates_only:
                 self._attempt(partial(self._pace.agree, job.version.step), "agree on how often to snapshot")
             if job.filled is not None:
                 compare = partial(self._comparison.compare, job.version.step, job.scan.layout, job.blob)
                 self._attempt(compare, "compare the Python state of ranks")
+            self._pace.record_copy(thread_time() - began_s)
             with self._changed:
                 self._end(job)
 
@@ -370,6 +385,7 @@ class Snapshotter:
             self._retry_at = self._clock.monotonic() + RETRY_S
             raise
         self._retry_at = float("-inf")
+        self._hold_lock(planned)
         self._mark_finished()
         return planned
 
@@ -399,6 +415,7 @@ class Snapshotter:
             audit = None
         sources, share = job.sources, planned.share
         copied = sources.copy(share, targets, digest=self._digest_due(job), audit=audit is not None)
+        job.was_copied = True
         if not self._advance(job, SnapshotPhase.COPYING, SnapshotPhase.COPIED):
             return
         if not job.blocks_training and job.sources.is_on_gpu:
@@ -442,15 +459,38 @@ class Snapshotter:
             needed = self._retention.needed_in_copies(view.headers(), self._pace.is_due)
         self._reports.replicate_and_report(job, filled, needed)
 
-    def _cover(self, job: SnapshotJob) -> None:
-        """Store what ranks of this node died over in the last finished step, whose state is still live."""
-        planned, version = self._plans.plan_for(job.scan), job.version
-        if planned is None or planned.plan_with_covers is None or version.step < planned.since_step:
+    def _store_late(self, job: SnapshotJob, planned: ActivePlan) -> None:
+        """Store this rank's share of the last finished step, if no copy of it was made."""
+        view, blob = planned.segment.view, job.blob.data()
+        if not job.was_copied and planned.fits(len(blob)) and not is_stored(view, self._member.rank, job.version):
+            slot = self._slot_for_rescue(view.headers())
+            store_live(view, slot, self._member.rank, planned.manifest, blob, planned.share, job)
+
+    def _rescue_others(self, job: SnapshotJob, planned: ActivePlan, wait_s: float) -> None:
+        """Store the last finished step for ranks of this node that cannot, beginning with the next one."""
+        if planned.other_shares is None or self._locks is None:
             return
-        others = [self._spec.roster[rank] for rank in (self._member.rank, *planned.share.covered_ranks)]
-        if not all_stored(Path(planned.segment.path).parent, others, version):
-            slot = self._slot(planned)
-            store_with_covers(planned.plan_with_covers, slot, self._member.rank, version, job.blob.data(), job.sources)
+        ranks = sorted(planned.other_shares.shares, key=lambda rank: (rank < self._member.rank, rank))
+        folder = Path(planned.segment.path).parent
+        rescue = LiveRescue(folder, self._locks, job, planned.other_shares, self._slot_for_rescue, self._log_fields)
+        rescue.run([self._spec.roster[rank] for rank in ranks], self._clock, wait_s)
+
+    def _slot_for_rescue(self, headers: list[SlotHeader | None]) -> int:
+        return self._retention.slot_for_rescue(headers, self._pace.is_due)
+
+    def _hold_lock(self, planned: ActivePlan) -> None:
+        """Tell the node's other ranks that this process may store its share, until the generation ends."""
+        locks = StoringLocks(Path(planned.segment.path).parent, self._spec.number)
+        try:
+            locks.hold(self._member.local_rank)
+        except OSError as error:  # no rank then stores for this one, nor this one for others
+            log.warning("cannot lock a file beside the slots: %s", error, extra=self._log_fields)
+            return
+        self._locks = locks
+
+    def _release_lock(self) -> None:
+        if self._locks is not None:
+            self._attempt(partial(self._locks.end, self._member.local_rank), "release the lock", at_end=True)
 
     def _digest_due(self, job: SnapshotJob) -> bool:
         interval = self._spec.spec.digest_interval

@@ -88,9 +88,6 @@ def _without_mesh(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-# ---- moments: allocate optimizer state that a fresh process lacks, as the optimizer would have made it
-
-
 def has_full_state(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether the optimizer has state for every parameter it trains, as after a step or a restore."""
     trained = (p for g in optimizer.param_groups for p in g["params"] if p.requires_grad)

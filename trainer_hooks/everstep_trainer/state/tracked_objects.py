@@ -17,8 +17,6 @@ from everstep_trainer.state.arrays import ArraySource
 from everstep_trainer.state.sharded_state import ShardedState
 from everstep_trainer.state.supported import refuse_zero
 
-# ---- module names, as if nothing were wrapped
-
 _INSIDE = ".module"  # the attribute in which DistributedDataParallel holds its model
 _WRAPPERS = re.compile(r"(^|\.)(_checkpoint_wrapped_module|_orig_mod|_fsdp_wrapped_module)(?=\.|$)")
 
@@ -54,8 +52,8 @@ class TrackedObjects:
         self.arrays: list[tuple[str, ArraySource]] = []  # which are among the others, too
         self.others: dict[str, Any] = {}
         for key, tracked in objects.items():
-            for one in as_list(tracked):
-                self._sort_in(key, one)
+            for item in as_list(tracked):
+                self._sort_in(key, item)
 
     def _sort_in(self, key: str, tracked: object) -> None:
         if isinstance(tracked, torch.nn.Module):
@@ -94,16 +92,16 @@ def as_list(tracked: object) -> Sequence[object]:
     """Return the members of a list of modules or of optimizers; any other object alone."""
     if isinstance(tracked, list | tuple) and tracked:
         for kind in (torch.nn.Module, torch.optim.Optimizer):
-            if all(isinstance(one, kind) for one in tracked):
+            if all(isinstance(item, kind) for item in tracked):
                 return tracked
     return (tracked,)
 
 
 def holds_shards(objects: Mapping[str, object]) -> bool:
     """Return whether a rank may hold tracked state that no other rank holds, such as shards of ``fully_shard``."""
-    for one in (one for tracked in objects.values() for one in as_list(tracked)):
-        if isinstance(one, ShardedState):
+    for item in (item for tracked in objects.values() for item in as_list(tracked)):
+        if isinstance(item, ShardedState):
             return True
-        if isinstance(one, torch.nn.Module) and any(isinstance(each, DTensor) for each in one.parameters()):
+        if isinstance(item, torch.nn.Module) and any(isinstance(each, DTensor) for each in item.parameters()):
             return True
     return False

@@ -97,7 +97,7 @@ class StoredNames:
         for name, index in self._exact.items() if self._aliases else ():
             for other in other_names(name, self._aliases, optimizers):
                 self.index_of.setdefault(other, index)
-        self._all_names = {one: (n, *others) for n, others in self._aliases.items() for one in (n, *others)}
+        self._all_names = {alias: (n, *others) for n, others in self._aliases.items() for alias in (n, *others)}
 
     def names_of(self, name: str) -> Iterator[str]:
         """Yield a stored tensor's own name, and its other names that no other tensor was stored under."""
@@ -132,7 +132,7 @@ class TrackedState:
         self._exclude = Exclusions(exclude)
         tracked = TrackedObjects(objects)
         self._modules, self._optimizers, self._others = tracked.modules, tracked.optimizers, tracked.others
-        self._sharded = {key: one for key, one in tracked.others.items() if isinstance(one, ShardedState)}
+        self._sharded = {key: other for key, other in tracked.others.items() if isinstance(other, ShardedState)}
         self._arrays: list[tuple[str, ArraySource]] = tracked.arrays
         self._array_parts: list[Sequence[ArrayPart]] = []  # of each of them, when the state was searched
         self._broadcast = tuple(f"{name}." for name in tracked.broadcast_modules)
@@ -531,10 +531,10 @@ class TrackedState:
 
     def require_python(self, stored: MergedState) -> None:
         """Raise NotRestorable if ``load_python`` would miss something or would have to mix different states."""
-        for name, one, other in self._separately_stored:
-            if not has_same_values(one.local, other.local):
+        for name, state, other in self._separately_stored:
+            if not has_same_values(state.local, other.local):
                 raise NotRestorable(
-                    f"{name} and {one.name} now share one tensor but were stored separately with different values: "
+                    f"{name} and {state.name} now share one tensor but were stored separately with different values: "
                     "untie them, or start from weights where they are equal"
                 )
         self._separately_stored = []
@@ -565,7 +565,9 @@ class TrackedState:
             if name in stored.extra:
                 module.set_extra_state(stored.extra[name])
         for key, tracked in self._others.items():
-            top = next((top for top, one in self._optimizers if getattr(tracked, "optimizer", None) is one), "")
+            top = next(
+                (top for top, optimizer in self._optimizers if getattr(tracked, "optimizer", None) is optimizer), ""
+            )
             alone = [key for key, _ in self._optimizers].count(top) == 1
             tracked.load_state_dict(stored.schedule(key, top, members[top]) if alone else stored.objects[key])
         self.adopt_arrays()

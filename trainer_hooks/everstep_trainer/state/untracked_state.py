@@ -17,7 +17,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 from torch.nn.parameter import is_lazy
 
 from everstep.errors import ConfigurationError
-from everstep_trainer.sdc.digests.digest import WeightedDigest
+from everstep_trainer.digests.digest import WeightedDigest
 from everstep_trainer.state import python_state
 from everstep_trainer.state.python_value_codec import KEEP_TENSORS_IN, MAX_BLOB_BYTES, encode_blob
 from everstep_trainer.state.tensors import Exclusions, list_names, local_part

@@ -51,7 +51,7 @@ class ForkServerLost:
     """The fork server ended, with all processes that it forked."""
 
 
-class ForkServerLink:
+class ForkServerClient:
     """Starts one fork server and talks to it.
 
     The fork server is forked from a zygote that has imported torch. The zygote outlives it, so that the next fork
@@ -74,7 +74,7 @@ class ForkServerLink:
         with theirs:
             if not self._ask_zygote(theirs):
                 self._start_zygote()
-                # if that zygote has ended already, nobody holds ``theirs``, and the server counts as lost
+                # if that zygote has ended already, no process holds ``theirs``, and the server counts as lost
                 self._ask_zygote(theirs)
         self._channel = ControlChannel(ours, FromForkServer)
         asyncio.get_running_loop().add_reader(ours.fileno(), self._receive)

@@ -2,6 +2,7 @@
 
 A sequenced-packet Unix socket pair keeps message boundaries, carries descriptors, and signals end-of-file when the
 other side is gone. Both ends belong to the launcher's processes from the start, so no authentication is needed.
+Messages never leave the machine, so they carry no version.
 """
 
 from __future__ import annotations
@@ -14,8 +15,6 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from everstep.errors import DECODE_ERRORS, MalformedMessage
-
-# ---- messages between launcher, fork server and workers; they never leave the machine, so they carry no version
 
 
 class Fork(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -25,7 +25,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
-from everstep.parent_process import die_with_parent
+from everstep.host.parent_process import die_with_parent
 from everstep_trainer.launch.forking.fork_messages import (
     ControlChannel,
     Exited,

@@ -2,7 +2,7 @@
 
 A recovery builds a model anew. With glibc's defaults every tensor above 128 KiB is its own mapping, which is returned
 when freed and faulted in again page by page, at 0.5 GB/s on a virtual machine instead of 20 GB/s. That was more than
-half of a recovery. So a worker keeps memory that it has touched, and a standby touches some in advance.
+a third of a recovery. So a worker keeps memory that it has touched, and a standby touches some in advance.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-from everstep.processes import status_field
+from everstep.host.processes import status_field
 
 # ---- process: name, signals and group
 
@@ -103,7 +103,7 @@ MMAP_THRESHOLD_BYTES = 32 << 20
 TOUCH_PIECE_BYTES = 16 << 20
 TOUCH_STEP_BYTES = 64 << 20
 MAX_TOUCH_BYTES = 1 << 30
-"""Most memory that a standby touches in advance: it costs memory while nobody needs it."""
+"""Most memory that a standby touches in advance: it costs memory while the standby is not needed."""
 
 
 def keep_freed_memory() -> None:

@@ -21,7 +21,7 @@ from everstep.errors import ConfigurationError
 from everstep.layout.kept_output import LAUNCHER_FILE, rank_file
 from everstep_trainer.launch.output.kept_files import KeptFiles, LineCollector
 from everstep_trainer.launch.output.marks import KEPT_MARK, MarkReader, identity
-from everstep_trainer.launch.output.screen import Screen, Target
+from everstep_trainer.launch.output.screen import OutputStream, Screen
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class RawFile:
 class Channel:
     """One pipe or pseudo terminal from a worker."""
 
-    def __init__(self, serial: int, descriptor: int, target: Target, raw: RawFile | None) -> None:
+    def __init__(self, serial: int, descriptor: int, target: OutputStream, raw: RawFile | None) -> None:
         self.serial, self.descriptor, self.target, self.raw = serial, descriptor, target, raw
         self.marks, self.lines = MarkReader(), LineCollector()
         self.tee_line = b""
@@ -196,7 +196,7 @@ class OutputCopier:
         with contextlib.suppress(OSError):  # enough wakes wait, or the thread has ended
             os.write(self._wake, b"\0")
 
-    def _open(self, serial: int, target: Target, kind: str) -> int:
+    def _open(self, serial: int, target: OutputStream, kind: str) -> int:
         reading, writing = _make_pair(target.descriptor if self._log_dir is None else -1)
         os.set_blocking(reading, False)
         raw = None
@@ -294,7 +294,7 @@ class OutputCopier:
         label = f"[{self._label(channel)}]: ".encode()
         channel.target.write(b"".join(label + line + b"\n" for line in lines))
 
-    def _log_loss(self, target: Target) -> None:
+    def _log_loss(self, target: OutputStream) -> None:
         error = target.error
         if error is not None and error.errno != errno.EBADF and target.descriptor not in self._lost:
             self._lost.add(target.descriptor)

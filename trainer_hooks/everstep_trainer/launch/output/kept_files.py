@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from pathlib import Path
 
-from everstep.layout.kept_output import OLDER
+from everstep.layout.kept_output import MAX_LINE_BYTES, OLDER
 
 log = logging.getLogger(__name__)
 
@@ -17,8 +17,6 @@ MAX_FILE_BYTES = 2 << 20
 """Size of a file from which it becomes the older one; a rank takes twice as much."""
 MAX_WAITING_BYTES = 8 << 20
 """Output that waits for a slow disk; more is left out."""
-MAX_LINE_BYTES = 8 << 10
-"""Longest line that is kept; the rest of a longer one is left out."""
 END_WAIT_S = 2.0
 """Longest wait for the disk at the end."""
 

@@ -21,7 +21,7 @@ KEPT_MARK = b"\x1e\x1d" + PREFIX
 """Begins a line that only the launcher's log gets."""
 
 
-class Piece(NamedTuple):
+class OutputPart(NamedTuple):
     """A part of a rank's output: ``mark`` is the one that began it, or empty."""
 
     mark: bytes
@@ -35,22 +35,22 @@ class MarkReader:
         self._held = b""
         self._mark = b""
 
-    def feed(self, data: bytes) -> list[Piece]:
+    def feed(self, data: bytes) -> list[OutputPart]:
         """Return the pieces of new output, without marks. A possible beginning of a mark waits for the next call."""
         data = self._held + data
         self._held = b""
-        pieces: list[Piece] = []
+        pieces: list[OutputPart] = []
         while data:
             end = data.find(b"\n") + 1 if self._mark else _find_mark(data)
             if self._mark and not end:  # its end comes later
-                pieces.append(Piece(self._mark, data))
+                pieces.append(OutputPart(self._mark, data))
                 return pieces
             if self._mark:
-                pieces.append(Piece(self._mark, data[:end]))
+                pieces.append(OutputPart(self._mark, data[:end]))
                 data, self._mark = data[end:], b""
                 continue
             if end > 0:
-                pieces.append(Piece(b"", data[:end]))
+                pieces.append(OutputPart(b"", data[:end]))
             data = data[end:]
             if len(data) < len(SHOWN_MARK):
                 self._held = data
@@ -75,9 +75,6 @@ def _find_mark(data: bytes) -> int:
             return start
         start = data.find(b"\x1e", start + 1)
     return len(data)
-
-
-# ---- in a rank
 
 
 def identity(descriptor: int) -> str:

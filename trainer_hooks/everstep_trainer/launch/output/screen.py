@@ -11,7 +11,7 @@ import sys
 STDOUT, STDERR = 1, 2
 
 
-class Target:
+class OutputStream:
     """One open file behind stdout or stderr, or behind both.
 
     Attributes:
@@ -44,12 +44,12 @@ class Target:
 
 
 class Screen:
-    """The targets of stdout and stderr, which are one if both go to the same place."""
+    """The streams behind stdout and stderr, which are one if both go to the same place."""
 
     def __init__(self, stdout: int = STDOUT, stderr: int = STDERR) -> None:
         # Of a program that was started without stdout or stderr, the descriptor is another file by now.
-        out = Target(stdout, is_closed=stdout == STDOUT and sys.__stdout__ is None)
-        err = Target(stderr, is_closed=stderr == STDERR and sys.__stderr__ is None)
+        out = OutputStream(stdout, is_closed=stdout == STDOUT and sys.__stdout__ is None)
+        err = OutputStream(stderr, is_closed=stderr == STDERR and sys.__stderr__ is None)
         self.is_one = _is_same_file(stdout, stderr)
         self.stdout, self.stderr = (err, err) if self.is_one else (out, err)
 

@@ -19,8 +19,6 @@ from everstep.errors import DECODE_ERRORS, MalformedMessage
 from everstep.layout.manifests import Manifest, StoredBox
 from everstep_trainer.state.python_value_codec import decode_blob, dtype_of, encode_blob
 
-# ---- step of a checkpoint of which only DCP's name is known
-
 
 def parse_step(checkpoint_id: str | os.PathLike[str] | None) -> int:
     """Return the number at the end of the name. Raises ValueError if there is none."""
@@ -78,10 +76,8 @@ def build_metadata(manifests: Sequence[Manifest], non_tensor: Sequence[NonTensor
     return metadata.Metadata(state_dict_metadata=entries, planner_data=paths or None, storage_data=places)
 
 
-# ---- planners without pickle: values that are no tensors are stored like Everstep's Python state
-#
-# torch's own planners store them by ``torch.save`` and read them by ``torch.load`` with ``weights_only=False``. Whoever
-# can put bytes into a peer's memory could then run code here.
+# torch's own planners store values that are no tensors by ``torch.save``, and read them by ``torch.load`` with
+# ``weights_only=False``. An attacker who can put bytes into a peer's memory could then run code here.
 
 PLAIN_PREFIX = b"everstep\x01"  # prefix of bytes that were stored without pickle
 

@@ -19,9 +19,9 @@ from everstep.layout.manifests import Box, Manifest, decode_manifest
 from everstep.wire.v1.local import SlotInfo
 from everstep_trainer.memory_tier.dcp import dcp_format
 from everstep_trainer.memory_tier.tier import MemoryTier
-from everstep_trainer.restore.fetch import PlannedRead, ReadSource, RestoreTarget, SlotLoader
-from everstep_trainer.restore.local_slots import BadSlot
-from everstep_trainer.restore.version_choice import FIRST_CHECKPOINT_RANK
+from everstep_trainer.slots.fetch import PlannedRead, ReadSource, RestoreTarget, SlotLoader
+from everstep_trainer.slots.local_slots import BadSlot
+from everstep_trainer.slots.version_choice import FIRST_CHECKPOINT_RANK
 
 log = logging.getLogger(__name__)
 

@@ -18,12 +18,13 @@ from torch.futures import Future
 from everstep.errors import EverstepError, StaleGeneration
 from everstep.ids import Version
 from everstep.layout import manifests
-from everstep.layout.slots import SlotState, slot_bytes_for, slot_to_fill
+from everstep.layout.slot_header import SlotState
+from everstep.layout.slots import slot_bytes_for, slot_to_fill
 from everstep.wire.v1.local import Replicated, SlotSealed
 from everstep_trainer.memory_tier.dcp.dcp_format import PLAIN_PREFIX, NonTensorData, parse_step
 from everstep_trainer.memory_tier.tier import TIER_SLOTS, MemoryTier
-from everstep_trainer.memory_tier.vault_client import MappedSegment
-from everstep_trainer.snapshot.copy import slot_view, write_blob
+from everstep_trainer.slots.copy import slot_view, write_blob
+from everstep_trainer.slots.vault_client import MappedSegment
 from everstep_trainer.state.layout import aligned
 from everstep_trainer.state.python_value_codec import dtype_name
 
@@ -152,7 +153,7 @@ class VaultWriter(StorageWriter):
         )
 
     def _slot(self, segment: MappedSegment) -> int:
-        """Return the oldest slot that nobody needs, after discarding an earlier one of this version."""
+        """Return the oldest slot that is not needed, after discarding an earlier one of this version."""
         view = segment.view
         for slot, header in list(view.sealed_slots()):
             if header.version == self._version:

@@ -7,7 +7,8 @@ pass are neighbours, and a rank holds at most log2(virtual ranks) sums of its sl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial as partial_of
 from itertools import pairwise
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from everstep_trainer.parallel.exact import summation
 from everstep_trainer.parallel.exact.summation import VirtualMean, Workspace
+from everstep_trainer.parallel.lane import Communicator, all_gather
 
 _SETTERS = (
     "set_custom_reduce_scatter",
@@ -27,6 +29,8 @@ _SETTERS = (
     "set_reduce_scatter_unused_params",
     "set_requires_all_reduce",
 )
+MAX_PENDING = 2
+"""Buffers of gradients that may wait for their exchange, each of the parameters that are communicated together."""
 SUPPORTED_PARALLELISM = (
     "virtual ranks take replicas (DDP), fully_shard over all ranks, or HSDP, and neither tensor parallelism nor a "
     "pipeline. Go on without virtual_ranks"
@@ -40,7 +44,7 @@ class ScratchMemory:
         self._memory: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
     def get(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Return a tensor ``[count]``, zeros as long as nobody writes there."""
+        """Return a tensor ``[count]``, zeros as long as nothing writes there."""
         known = self._memory.get((dtype, device))
         if known is None or known.numel() < count:
             known = self._memory[dtype, device] = torch.zeros(count, dtype=dtype, device=device)
@@ -53,7 +57,13 @@ class ShardedGradients:
     2.13."""
 
     def __init__(
-        self, module: FSDPModule, param_group: Any, mean: VirtualMean, workspace: Workspace, scratch: ScratchMemory
+        self,
+        module: FSDPModule,
+        param_group: Any,
+        mean: VirtualMean,
+        workspace: Workspace,
+        scratch: ScratchMemory,
+        connect: Callable[[dist.ProcessGroup | None], Communicator | None],
     ) -> None:
         self._module, self._param_group = module, param_group
         self._mean, self._workspace, self._scratch = mean, workspace, scratch
@@ -62,6 +72,7 @@ class ShardedGradients:
         self._ranks = dist.get_process_group_ranks(self._shards)
         self._replicas: dist.ProcessGroup | None = mesh.get_group(0) if mesh.ndim == 2 else None
         self._rows = _rows(mesh.mesh, self._replicas, self._ranks)
+        self._to_shards, self._to_replicas = connect(self._shards), connect(self._replicas)
         self._partials: list[summation.PartialSums[torch.Tensor]] = []
         self._spare: list[torch.Tensor] = []
         self._given: torch.Tensor | None = None
@@ -79,6 +90,7 @@ class ShardedGradients:
 
     def begin_step(self) -> None:
         """Begin a step: existing gradients belong to the one before."""
+        self._wait()
         self._module.set_requires_gradient_sync(True, recurse=False)
         self._module.set_requires_all_reduce(False, recurse=False)  # of replicas (HSDP), which is done here
         self._spare += [values for partial in self._partials for _, values in partial.parts]
@@ -93,13 +105,14 @@ class ShardedGradients:
 
     def reduce(self) -> None:
         """Set the parameters' gradients to the mean over all virtual ranks. A collective."""
+        self._wait()
         sizes = self._sizes()
         mine = self._total()
         values = mine if mine is not None else torch.zeros(sum(sizes), device=self._param_group.device)
         if mine is not None and self._replicas is not None and len(self._rows) > 1:
             whole = mine.new_empty(len(self._rows) * mine.numel())
             with self._mean.timer.measure(mine.device):
-                summation.all_gather(whole, mine, group=self._replicas)
+                all_gather(whole, mine, group=self._replicas)
             values = whole[: sum(sizes)]
         for parameter, part in zip(self.parameters, torch.split(values, sizes), strict=True):
             assert isinstance(parameter, DTensor)
@@ -140,33 +153,54 @@ class ShardedGradients:
         """Take gradients ``[ranks that share the parameters * n]``, a part for each of them."""
         if gradients.numel() != len(self._ranks) * sum(self._sizes()):
             raise ValueError("parameters were frozen or thawed between two passes of a step: exact mode needs the same")
+        leaves = [self._leaves([rank]) for rank in self._ranks]
+        covers = [summation.minimal_cover(self._mean.virtual_ranks, self._leaves(ranks)) for ranks in self._rows]
+        job = partial_of(self._add_pass, gradients, leaves, covers, self._call)
+        self._call += 1
+        if self._mean.lane is None:
+            for _ in job(None):
+                pass
+            return
+        self._mean.lane.submit(job)
+        self._mean.lane.wait_for_older(MAX_PENDING)
+
+    def _add_pass(
+        self,
+        gradients: torch.Tensor,
+        leaves: Sequence[Sequence[int]],
+        covers: Sequence[tuple[summation.TreeNode, ...]],
+        call: int,
+        communicator: Communicator | None,
+    ) -> Iterator[None]:
+        """Add this rank's slice of the gradients of one pass; ``leaves``: the virtual ranks of each rank in it."""
         received = gradients
-        if len(self._ranks) > 1:
+        if self._to_shards is not None:
             received = self._workspace.get("shards", gradients, gradients.numel())
-            with self._mean.timer.measure(gradients.device):
-                dist.all_to_all_single(received, gradients, group=self._shards)
+            sizes = [gradients.numel() // len(self._ranks)] * len(self._ranks)
+            self._to_shards.all_to_all(received, gradients, sizes, sizes)
         wider = torch.promote_types(gradients.dtype, self.parameters[0].dtype)
         values = received.view(len(self._ranks), -1).to(wider)
         partial = self._mean.new_partial_sums()
-        for rank, own in zip(self._ranks, values, strict=True):
-            for leaf in self._leaves([rank]):
+        for of_rank, own in zip(leaves, values, strict=True):
+            for leaf in of_rank:
                 partial.add((leaf, leaf + 1), own)
         parts = dict(partial.parts)
-        if len(self._rows) > 1:
-            covers = [summation.minimal_cover(self._mean.virtual_ranks, self._leaves(ranks)) for ranks in self._rows]
-            parts = summation.exchange_slices(
-                partial.parts, covers, values[0], self._workspace, self._mean.timer, self._replicas
-            )
-        self._keep(parts)
+        if self._to_replicas is not None:
+            parts = summation.exchange_slices(partial.parts, covers, values[0], self._workspace, self._to_replicas)
+        self._keep(parts, call)
+        yield
 
-    def _keep(self, parts: dict[summation.TreeNode, torch.Tensor]) -> None:
+    def _keep(self, parts: dict[summation.TreeNode, torch.Tensor], call: int) -> None:
         """Add the parts to those of the same call in other passes: a module may be called several times in one pass."""
-        if self._call == len(self._partials):
+        if call == len(self._partials):
             self._partials.append(self._mean.new_partial_sums(self._add))
         for node, values in parts.items():
             own = self._spare.pop() if self._spare else torch.empty_like(values)
-            self._partials[self._call].add(node, own.copy_(values))
-        self._call += 1
+            self._partials[call].add(node, own.copy_(values))
+
+    def _wait(self) -> None:
+        if self._mean.lane is not None:
+            self._mean.lane.wait()
 
     def _total(self) -> torch.Tensor | None:
         total: torch.Tensor | None = None
@@ -206,11 +240,21 @@ class ShardedGradients:
 def find_sharded_gradients(model: nn.Module, mean: VirtualMean) -> list[ShardedGradients]:
     """Return one object per parameter group of ``fully_shard``. Raises TypeError or ValueError for an inexact one."""
     room, scratch, found = Workspace(), ScratchMemory(), []
+    known: dict[dist.ProcessGroup, Communicator] = {}
+
+    def connect(ranks: dist.ProcessGroup | None) -> Communicator | None:
+        """Return connections between the ranks of a group; None where there is no other rank."""
+        if ranks is None or ranks.size() == 1 or mean.lane is None:
+            return None
+        if ranks not in known:
+            known[ranks] = mean.lane.connect(ranks)
+        return known[ranks]
+
     for name, module, group in _groups(model):
         _require_data_parallelism(name, group, mean.world_size)
         _require_mean(name, group)
         if any(known.sharded_param.requires_grad for known in group.fsdp_params):
-            found.append(ShardedGradients(module, group, mean, room, scratch))
+            found.append(ShardedGradients(module, group, mean, room, scratch, connect))
     return found
 
 

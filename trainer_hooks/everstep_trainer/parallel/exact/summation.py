@@ -7,14 +7,16 @@ rank: at most 2 log2(V), and one if V divides by a power of two of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial as partial_of
 from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from everstep_trainer.runtime.progress import CollectiveTimer
+from everstep_trainer.base.progress import CollectiveTimer
+from everstep_trainer.parallel.lane import Communicator, Lane, all_gather
 
 # ---- assignment of virtual ranks to physical ranks
 
@@ -94,15 +96,17 @@ class PartialSums(Generic[T]):
         return parent
 
 
-all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-"""Its name from torch 2.13 on, where the older name warns."""
-
-
 class Workspace:
     """Reused memory for a mean in every step, so that pages are touched once."""
 
     def __init__(self) -> None:
         self._tensors: dict[tuple[object, ...], torch.Tensor] = {}
+        self._halves: list[Workspace] = []
+
+    def half(self, number: int) -> Workspace:
+        """Return one of two further workspaces, for exchanges of which one begins before the one before has ended."""
+        self._halves = self._halves or [Workspace(), Workspace()]
+        return self._halves[number % 2]
 
     def get(self, name: str, like: torch.Tensor, *shape: int) -> torch.Tensor:
         """Return a tensor: zeros at first, later with its old content."""
@@ -117,8 +121,7 @@ def exchange_slices(
     covers: Sequence[tuple[TreeNode, ...]],
     like: torch.Tensor,
     workspace: Workspace,
-    timer: CollectiveTimer,
-    group: dist.ProcessGroup | None = None,
+    communicator: Communicator,
 ) -> dict[TreeNode, torch.Tensor]:
     """Return this rank's slice of all ranks' parts: ``[ceil(n / ranks)]`` per node. A collective. ``parts``: this
     rank's ``[n]`` per node; ``covers``: each rank's nodes; ``like``: ``[n]``, for a rank without values."""
@@ -130,23 +133,29 @@ def exchange_slices(
     sizes = [len(nodes) * width for nodes in covers]
     received = workspace.get("received", like, sum(sizes))
     own = [len(parts) * width] * len(covers)
-    with timer.measure(like.device):
-        dist.all_to_all_single(received, sent.view(-1), output_split_sizes=sizes, input_split_sizes=own, group=group)
+    communicator.all_to_all(received, sent.view(-1), sizes, own)
     nodes = [node for nodes in covers for node in nodes]
     return dict(zip(nodes, received.view(-1, width), strict=True))
+
+
+EXCHANGED_ELEMENTS = 1 << 22
+"""Elements of a mean that are exchanged together; the next ones are added meanwhile."""
 
 
 class VirtualMean:
     """One rank's part in means over ``virtual_ranks``; without a process group it plays them all."""
 
-    def __init__(self, virtual_ranks: int, rank: int, world_size: int, timer: CollectiveTimer) -> None:
+    def __init__(
+        self, virtual_ranks: int, rank: int, world_size: int, timer: CollectiveTimer, lane: Lane | None = None
+    ) -> None:
+        """Make the part of ``rank``. ``lane``: over all ranks, if there are several."""
         if virtual_ranks < world_size:
             raise ValueError(
                 f"{virtual_ranks} virtual ranks leave some of {world_size} ranks without work: "
                 f"take virtual_ranks={world_size} or more (any number, the same throughout a run)"
             )
         self.virtual_ranks, self.world_size = virtual_ranks, world_size
-        self.timer, self._rank = timer, rank
+        self.timer, self.lane, self._rank = timer, lane, rank
         self._assign_virtual_ranks(contiguous_virtual_ranks)
 
     def interleave_ranks(self) -> None:
@@ -167,14 +176,32 @@ class VirtualMean:
         """Return the mean of all virtual ranks' values, ``[n]``, in ``workspace`` or a value's memory. A collective."""
         parts = partial.parts
         assert tuple(node for node, _ in parts) == self._covers[self._rank], "one value of each virtual rank"
-        if len(self._covers) == 1:
+        if self.lane is None:
             return self._mean_of_parts(dict(parts))
-        like = parts[0][1]
-        mine = self._mean_of_parts(exchange_slices(parts, self._covers, like, workspace, self.timer))
-        whole = workspace.get("whole", mine, len(self._covers) * mine.numel())
-        with self.timer.measure(mine.device):
-            all_gather(whole, mine)
+        like, world = parts[0][1], self.world_size
+        whole = workspace.get("whole", like, like.numel() + world)
+        step = max(1, EXCHANGED_ELEMENTS // world) * world
+        for number, begin in enumerate(range(0, like.numel(), step)):
+            some = [(node, values[begin : begin + step]) for node, values in parts]
+            self.lane.submit(partial_of(self._mean_of_some, some, whole[begin:], workspace.half(number)))
+        self.lane.wait()
         return whole[: like.numel()]
+
+    def _mean_of_some(
+        self,
+        parts: Sequence[tuple[TreeNode, torch.Tensor]],
+        whole: torch.Tensor,
+        workspace: Workspace,
+        communicator: Communicator,
+    ) -> Iterator[None]:
+        """Write the mean of these elements to the begin of ``whole``."""
+        mine = self._mean_of_parts(exchange_slices(parts, self._covers, parts[0][1], workspace, communicator))
+        width = mine.numel()
+        slices = workspace.get("slices", mine, self.world_size, width)
+        slices[0] = mine
+        wait = communicator.all_gather(whole[: self.world_size * width], slices, [width] * self.world_size)
+        yield
+        wait()
 
     def mean_of_scalars(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the mean of one scalar per virtual rank; those of repeated passes come last and are ignored."""

@@ -18,7 +18,7 @@ from everstep_trainer.data.rng import ALL_REPLICAS, seed_step
 from everstep_trainer.data.sampler import Sampler, StepPart
 from everstep_trainer.parallel.exact.sharded import SUPPORTED_PARALLELISM, ShardedGradients, find_sharded_gradients
 from everstep_trainer.parallel.exact.summation import VirtualMean, Workspace
-from everstep_trainer.parallel.gradients import refuse_sparse
+from everstep_trainer.parallel.ordered_gradients import refuse_sparse
 from everstep_trainer.state.tracked_objects import as_list
 from everstep_trainer.state.untracked_state import broadcast_first_rank, replicated_tensors
 
@@ -184,6 +184,11 @@ class ExactMode:
             self.mean.interleave_ranks()
         self._models.append(replicas)
 
+    def close(self) -> None:
+        """End the exchange, whatever it waits for."""
+        if self.mean.lane is not None:
+            self.mean.lane.close()
+
     def parts(self, sampler: Sampler, step: int, seed: int) -> Iterator[StepPart]:
         """Yield the parts of a step; see ``Run.parts``. Passes over shards involve all ranks: some repeat one."""
         batches = iter_batches(sampler, step)
@@ -220,7 +225,7 @@ class ExactMode:
 
     def require_elementwise(self, tracked: Iterable[object]) -> None:
         """Raise ValueError for an optimizer whose results depend on how its parameters are sharded."""
-        every = [one for some in tracked for one in as_list(some) if isinstance(one, torch.optim.Optimizer)]
+        every = [item for some in tracked for item in as_list(some) if isinstance(item, torch.optim.Optimizer)]
         for optimizer in every if self._sharded else ():
             name = type(optimizer).__name__
             if name in _NOT_ELEMENTWISE and type(optimizer).__module__.startswith("torch.optim"):

@@ -10,7 +10,7 @@ Four checks, each for another place where bytes or sums may go wrong:
   Random weights make sure that no pattern of errors cancels out. A difference is the rank's own.
 * Result: all replicas hold equal gradients before the update. A strict majority names the rank that differs.
 
-Under ``fully_shard`` nothing of this is visible, and no two ranks hold equal gradients, so the link is off there.
+Under ``fully_shard`` nothing of this is visible, and no two ranks hold equal gradients, so the audit is off there.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 
 import torch
 
-from everstep.vocabulary import AuditLink, AuditRole
-from everstep_trainer.parallel.exact.summation import all_gather
+from everstep.vocabulary import AuditKind, AuditRole
+from everstep_trainer.digests.digest import combined_digest, float_hex, tensor_digest, to_hex
+from everstep_trainer.parallel.lane import all_gather
 from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch, is_strided
-from everstep_trainer.sdc.digests.digest import combined_digest, float_hex, tensor_digest, to_hex
 from everstep_trainer.sdc.gradients.gradient_exchange import MAX_BUCKETS, GradientReader, GradientTap
 from everstep_trainer.sdc.witnesses import choose_arbiter
 from everstep_trainer.state.tensors import list_names
@@ -64,15 +65,15 @@ class _Exchanged:
 
 
 class Collectives(Audit, GradientReader):
-    """AuditLink.COLLECTIVE on one rank."""
+    """AuditKind.COLLECTIVE on one rank."""
 
-    link = AuditLink.COLLECTIVE
+    kind = AuditKind.COLLECTIVE
 
     def __init__(self, setup: AuditSetup, tap: GradientTap) -> None:
         super().__init__(setup)
         self._tap = tap
         self._is_on = setup.has_replica_per_rank and setup.world_size > 1 and bool(tap.replicas)
-        self._outgoing: tuple[torch.Tensor, torch.Tensor] | None = None  # the slices, and their digest before
+        self._outgoing: tuple[Sequence[torch.Tensor], torch.Tensor] | None = None  # the slices, and their digest before
         self._exchanged: list[_Exchanged] = []
         self._sums: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []  # got, expected, tolerance
         self._parts = torch.zeros(2, dtype=torch.float64)
@@ -97,12 +98,16 @@ class Collectives(Audit, GradientReader):
             self._tap.open(self)
 
     def on_local(
-        self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], slices: torch.Tensor
+        self,
+        parameters: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        sent: torch.Tensor,
+        sizes: Sequence[int],
     ) -> None:
         self._seen |= {id(parameter) for parameter in parameters}
         if self._tap.sees_sums and len(self._sums) < MAX_BUCKETS:
             with self.cost():
-                self._outgoing = slices, tensor_digest(slices.view(-1))
+                self._outgoing = torch.split(sent, list(sizes)), tensor_digest(sent)
 
     def on_received(self, slices: torch.Tensor) -> None:
         if len(self._sums) == MAX_BUCKETS:
@@ -111,7 +116,7 @@ class Collectives(Audit, GradientReader):
             if self._outgoing is not None:
                 sent, before = self._outgoing
                 self._outgoing = None
-                place = self.setup.rank * slices.shape[1]
+                place = sum(map(len, sent[: self.setup.rank]))
                 received = torch.stack([tensor_digest(row, offset=place) for row in slices])
                 self._exchanged.append(_Exchanged(before, row_digests(sent), received))
             self._parts = weighted_sums(slices)
@@ -156,9 +161,9 @@ class Collectives(Audit, GradientReader):
         setup, world, number = self.setup, self.setup.world_size, len(self._exchanged)
         gradients = [p.grad for p in self._exchanged_parameters() if p.grad is not None and is_strided(p.grad)]
         mine = torch.zeros(number * (2 * world + 1) + 1, dtype=torch.int64, device=setup.device)
-        for one, row in zip(self._exchanged, mine[1:].view(number, 2 * world + 1), strict=True):
-            row[:world], row[world:-1] = one.sent, one.received
-            row[-1] = one.sent.sum() != one.before
+        for exchanged, row in zip(self._exchanged, mine[1:].view(number, 2 * world + 1), strict=True):
+            row[:world], row[world:-1] = exchanged.sent, exchanged.received
+            row[-1] = exchanged.sent.sum() != exchanged.before
         mine[0] = combined_digest(gradients)
         everyones = mine.new_empty(world, len(mine))
         with self.waiting():
@@ -239,13 +244,13 @@ class Collectives(Audit, GradientReader):
         if self.setup.rank == sender:
             digest = to_hex(sent[sender, bucket, receiver])
             mismatch = Mismatch(
-                link=self.link, step=step, unit=unit, owner=sender, role=AuditRole.OWNER, original=digest
+                audit=self.kind, step=step, unit=unit, owner=sender, role=AuditRole.OWNER, original=digest
             )
             self.setup.report(mismatch)
         elif self.setup.rank == receiver:
             digest = to_hex(received[receiver, bucket, sender])
             self.setup.report(
-                Mismatch(link=self.link, step=step, unit=unit, owner=sender, role=AuditRole.PEER, digest=digest)
+                Mismatch(audit=self.kind, step=step, unit=unit, owner=sender, role=AuditRole.PEER, digest=digest)
             )
 
     def _check_results(self, step: int, everyones: torch.Tensor) -> None:
@@ -312,7 +317,7 @@ class Collectives(Audit, GradientReader):
         is_owner = role is AuditRole.OWNER
         setup.report(
             Mismatch(
-                link=self.link,
+                audit=self.kind,
                 step=step,
                 unit=unit,
                 owner=owner,
@@ -344,7 +349,7 @@ def witnessed(pairs: Sequence[tuple[int, int]]) -> dict[int, list[int]]:
     for rank in others:
         for ends in (sent_to[rank], received_from[rank]):
             # A rank that differs from several others may be wrong itself, and is no witness.
-            witnesses = sorted(one for one in ends if others[one] == {rank})
+            witnesses = sorted(end for end in ends if others[end] == {rank})
             if len(witnesses) > 1:
                 named[rank] = witnesses
                 break
@@ -359,10 +364,10 @@ def _real_weights(count: int, device: torch.device) -> torch.Tensor:
     return (magnitudes * (torch.randint(0, 2, (count,), generator=generator) * 2 - 1)).to(device)
 
 
-def row_digests(rows: torch.Tensor) -> torch.Tensor:
+def row_digests(rows: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
     """Return the digest of each row, at its place in the whole: the sum is the digest of all."""
-    width = rows.shape[1]
-    return torch.stack([tensor_digest(row, offset=number * width) for number, row in enumerate(rows)])
+    places = accumulate(map(len, rows), initial=0)
+    return torch.stack([tensor_digest(row, offset=place) for place, row in zip(places, rows, strict=False)])
 
 
 def weighted_sums(rows: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ sent, taken after the exchange. A difference is the rank's own: nothing but memo
 The smallest parameters, such as biases, are left out: each one costs nearly as much as a large one.
 
 Where a gradient lies in its buffer is learnt from the audit before. Under ``fully_shard`` the buffer is not visible, so
-the link is off there.
+the audit is off there.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import NamedTuple
 import torch
 from torch.utils.hooks import RemovableHandle
 
-from everstep.vocabulary import AuditLink
+from everstep.vocabulary import AuditKind
+from everstep_trainer.digests.digest import PlacedDigest, joined_digest, sum_of, to_hex
 from everstep_trainer.sdc.audit import Audit, AuditSetup, current_backward_pass, is_strided
-from everstep_trainer.sdc.digests.digest import PlacedDigest, joined_digest, sum_of, to_hex
 from everstep_trainer.sdc.gradients.gradient_exchange import MAX_BUCKETS, GradientReader, GradientTap
 
 log = logging.getLogger(__name__)
 
 MAX_EMPTY_AUDITS = 8
-"""Audits in a row without a comparison after which versions count as audited without the link. A bucket is compared
+"""Audits in a row without a comparison after which versions count as audited without this one. A bucket is compared
 only if all of its watched gradients were seen to arrive: not where one has no gradient in each step, for instance."""
 LEFT_OUT_SHARE = 0.01
 """Largest part of a model's elements that may be in the parameters left out."""
@@ -61,16 +61,18 @@ class _Sent(NamedTuple):
 
 
 class GradientBuffers(Audit, GradientReader):
-    """AuditLink.GRADIENT_BUFFER on one rank."""
+    """AuditKind.GRADIENT_BUFFER on one rank."""
 
-    link = AuditLink.GRADIENT_BUFFER
+    kind = AuditKind.GRADIENT_BUFFER
 
     def __init__(self, setup: AuditSetup, tap: GradientTap) -> None:
         super().__init__(setup)
         self._tap = tap
         self._is_on = tap.sees_sums and setup.world_size > 1
-        replicated = [one for module in tap.replicas for one in module.parameters() if one.requires_grad]
-        self._watched = {id(one): one for one in _largest(replicated)} if self._is_on else {}
+        replicated = [
+            parameter for module in tap.replicas for parameter in module.parameters() if parameter.requires_grad
+        ]
+        self._watched = {id(parameter): parameter for parameter in _largest(replicated)} if self._is_on else {}
         self._digests: dict[int, PlacedDigest] = {}  # of watched gradients, by id of the parameter, at known places
         self._arrived: dict[int, _Arrived] = {}  # by the parameter's id
         self._hooks: list[RemovableHandle] = []
@@ -137,10 +139,14 @@ class GradientBuffers(Audit, GradientReader):
         self._hooks += arrival, addition
 
     def on_local(
-        self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], slices: torch.Tensor
+        self,
+        parameters: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        sent: torch.Tensor,
+        sizes: Sequence[int],
     ) -> None:
         with self.cost():
-            outgoing = self._outgoing_of(parameters, gradients, slices.view(-1))
+            outgoing = self._outgoing_of(parameters, gradients, sent)
             self._outgoing = outgoing if outgoing.arrived and len(self._sent) < MAX_BUCKETS else None
             self._buckets += 1
 
@@ -178,7 +184,7 @@ class GradientBuffers(Audit, GradientReader):
             return
         with self.cost():
             outgoing, self._outgoing = self._outgoing, None
-            arrived = sum_of([one.digest for one in outgoing.arrived])
+            arrived = sum_of([piece.digest for piece in outgoing.arrived])
             sent = joined_digest(outgoing.gradients)
             difference = "they changed before they were sent"
             if sent.device.type == "cpu" and bool(arrived != sent):
@@ -192,7 +198,7 @@ class GradientBuffers(Audit, GradientReader):
         self._empty_audits = 0 if self._sent else self._empty_audits + 1
         if not self._sent:
             return
-        differ = torch.stack([one.arrived != one.sent for one in self._sent]).tolist()
+        differ = torch.stack([bucket.arrived != bucket.sent for bucket in self._sent]).tolist()
         if True not in differ:
             return
         found = self._sent[differ.index(True)]
@@ -224,7 +230,7 @@ def _is_only(parameter: torch.Tensor, own: RemovableHandle) -> bool:
 
 def _largest(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the parameters without the smallest ones, which together have few of the elements."""
-    may_leave_out = LEFT_OUT_SHARE * sum(one.numel() for one in parameters)
+    may_leave_out = LEFT_OUT_SHARE * sum(parameter.numel() for parameter in parameters)
     by_size = sorted(parameters, key=torch.numel)
     while by_size and by_size[0].numel() <= may_leave_out:
         may_leave_out -= by_size.pop(0).numel()
@@ -234,7 +240,7 @@ def _largest(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def _describe(outgoing: _Outgoing) -> str:
     """Return in words how many gradients have changed since they arrived."""
     changed = sum(
-        PlacedDigest(gradient, one.place).of(gradient) != one.digest
-        for one, gradient in zip(outgoing.arrived, outgoing.gradients, strict=True)
+        PlacedDigest(gradient, piece.place).of(gradient) != piece.digest
+        for piece, gradient in zip(outgoing.arrived, outgoing.gradients, strict=True)
     )
     return f"{changed} of {len(outgoing.arrived)} gradients changed after they had arrived"

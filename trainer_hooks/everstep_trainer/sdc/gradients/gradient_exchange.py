@@ -1,7 +1,7 @@
 """Observe gradients on their way from the backward pass through the collective, in the steps of an audit.
 
-Two places let Everstep read them without a change to the model: the exchange of `everstep_trainer.parallel.gradients`
-(``run.replicate``), and the reduce-scatter of ``fully_shard``.
+Two places let Everstep read them without a change to the model: the exchange of
+`everstep_trainer.parallel.exchange` (``run.replicate``), and the reduce-scatter of ``fully_shard``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from everstep_trainer.parallel.gradients import mean_in_rank_order, observe_exchanges
+from everstep_trainer.parallel.exchange import observe_exchanges
+from everstep_trainer.parallel.ordered_gradients import exchanges_of
 from everstep_trainer.state.tracked_objects import as_list
 
 log = logging.getLogger(__name__)
@@ -26,17 +27,22 @@ MAX_BUCKETS = 64
 
 
 class GradientReader:
-    """Receives gradients while an audit is due; the base class ignores them."""
+    """Receives gradients while an audit is due, in the thread of their exchange; the base class ignores them."""
 
     def on_local(
-        self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], slices: torch.Tensor
+        self,
+        parameters: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        sent: torch.Tensor,
+        sizes: Sequence[int],
     ) -> None:
         """Read this rank's gradients before they are added.
 
         Args:
             parameters: Those of the gradients; empty under ``fully_shard``.
             gradients: The gradients.
-            slices: The same bytes; row ``r`` goes to rank ``r``.
+            sent: The same bytes.
+            sizes: Elements of them that go to each rank.
         """
 
     def on_received(self, slices: torch.Tensor) -> None:
@@ -52,12 +58,12 @@ class GradientTap:
     def __init__(self, objects: Iterable[object], world_size: int) -> None:
         self._open: list[GradientReader] = []
         self._undo: list[Callable[[], None]] = []
-        roots = [each for one in objects for each in as_list(one) if isinstance(each, nn.Module)]
+        roots = [each for item in objects for each in as_list(item) if isinstance(each, nn.Module)]
         modules = list(dict.fromkeys(module for root in roots for module in root.modules()))
         self.replicas = [module for module in modules if isinstance(module, DistributedDataParallel)]
         # Beside sharded modules, readers could not tell whose gradients they are shown.
         has_shards = any(isinstance(module, FSDPModule) for module in modules)
-        is_ordered = all(_is_exchanged_in_order(one) for one in self.replicas)
+        is_ordered = all(map(exchanges_of, self.replicas))
         self._is_ordered = bool(self.replicas) and is_ordered and not has_shards
         self._sharded = [
             module for module in modules if isinstance(module, FSDPModule) and _can_observe(module, world_size)
@@ -96,10 +102,14 @@ class GradientTap:
             self._undo.clear()
 
     def on_local(
-        self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], slices: torch.Tensor
+        self,
+        parameters: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        sent: torch.Tensor,
+        sizes: Sequence[int],
     ) -> None:
         for reader in self._open:
-            reader.on_local(parameters, gradients, slices)
+            reader.on_local(parameters, gradients, sent, sizes)
 
     def on_received(self, slices: torch.Tensor) -> None:
         for reader in self._open:
@@ -108,10 +118,6 @@ class GradientTap:
     def on_sum(self, total: torch.Tensor) -> None:
         for reader in self._open:
             reader.on_sum(total)
-
-
-def _is_exchanged_in_order(replicas: DistributedDataParallel) -> bool:
-    return any(hook is mean_in_rank_order for hook, _ in replicas._comm_hooks)
 
 
 def _groups_of(module: FSDPModule) -> list[Any]:
@@ -145,8 +151,8 @@ class _ObservedReduceScatter:
         *args: Any,
         **options: Any,
     ) -> Any:
-        slices = input_tensor.view(group.size(), -1)
-        self._tap.on_local((), [input_tensor], slices)
+        sizes = [input_tensor.numel() // group.size()] * group.size()
+        self._tap.on_local((), [input_tensor], input_tensor, sizes)
         return self._inner(output_tensor, input_tensor, group, *args, **options)
 
 

@@ -24,10 +24,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from everstep.vocabulary import AuditLink
-from everstep_trainer.parallel.exact.summation import all_gather
+from everstep.vocabulary import AuditKind
+from everstep_trainer.digests.digest import float_hex
+from everstep_trainer.parallel.lane import all_gather
 from everstep_trainer.sdc.audit import Audit, AuditSetup
-from everstep_trainer.sdc.digests.digest import float_hex
 from everstep_trainer.sdc.gradients.gradient_exchange import GradientReader, GradientTap
 from everstep_trainer.state.tensors import local_part
 from everstep_trainer.state.tracked_objects import TrackedObjects
@@ -117,9 +117,9 @@ class _Kept(NamedTuple):
 
 
 class GradientNorms(Audit, GradientReader):
-    """AuditLink.GRADIENT_NORM on one rank."""
+    """AuditKind.GRADIENT_NORM on one rank."""
 
-    link = AuditLink.GRADIENT_NORM
+    kind = AuditKind.GRADIENT_NORM
 
     def __init__(self, setup: AuditSetup, tap: GradientTap) -> None:
         super().__init__(setup)
@@ -167,7 +167,11 @@ class GradientNorms(Audit, GradientReader):
             self._tap.open(self)
 
     def on_local(
-        self, parameters: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], slices: torch.Tensor
+        self,
+        parameters: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        sent: torch.Tensor,
+        sizes: Sequence[int],
     ) -> None:
         with self.cost():
             begin = len(self._norms)
@@ -224,7 +228,11 @@ class GradientNorms(Audit, GradientReader):
     def _agree(self, step: int) -> None:
         """Agree with all ranks on what each needs to know of the others. A collective."""
         rank, world = self.setup.rank, self.setup.world_size
-        steps = [one for one, seen in to_repeat.suspected.items() if one >= step and len(seen.norms) == world]
+        steps = [
+            suspected_step
+            for suspected_step, seen in to_repeat.suspected.items()
+            if suspected_step >= step and len(seen.norms) == world
+        ]
         mine = _Agreement(
             norms=len(self._norms),
             read_each_step_until=to_repeat.read_each_step_until,
@@ -297,11 +305,11 @@ class GradientNorms(Audit, GradientReader):
     def _judge_kept(self, step: int) -> None:
         """Exchange the kept norms in ``step``, and judge them in the order of their steps. A collective."""
         kept = dict(self._kept)
-        everyones = self._exchange([one.norms for one in kept.values()])
+        everyones = self._exchange([measured.norms for measured in kept.values()])
         self._kept.clear()
         self._exchanged_step = step
-        for place, (one, (_, previous)) in enumerate(kept.items()):
-            if self._judge(one, previous, everyones[:, place]):
+        for place, (measured, (_, previous)) in enumerate(kept.items()):
+            if self._judge(measured, previous, everyones[:, place]):
                 return  # later steps follow from this one
 
     def _judge(self, step: int, previous: int, everyones: torch.Tensor) -> bool:
@@ -398,7 +406,7 @@ class GradientNorms(Audit, GradientReader):
     def _judge_repetition(self, step: int, everyones: torch.Tensor) -> None:
         """Judge the repetition of the suspected step, in which the suspected process may have another rank."""
         agreed, before = self._agreed, to_repeat.suspected.get(step)
-        for later in [one for one in to_repeat.suspected if one >= step]:
+        for later in [suspected_step for suspected_step in to_repeat.suspected if suspected_step >= step]:
             del to_repeat.suspected[later]  # later ones followed from what the suspected step had made
         if agreed is not None and agreed.is_exchanged:
             deviation = float(_deviations(everyones)[agreed.suspected_rank])
@@ -414,7 +422,7 @@ class GradientNorms(Audit, GradientReader):
         If it has another rank now, the process that was this rank has exchanged the samples with it.
         """
         rank, owner = self.setup.rank, before.owner
-        others = [one for one in range(len(everyones)) if one not in (owner, rank)]
+        others = [other for other in range(len(everyones)) if other not in (owner, rank)]
         changed = _ranks_where(_has_changed(before.norms, everyones))
         deviations = _deviations(everyones)
         usual = (deviations <= math.log(MIN_RATIO)) & torch.isfinite(everyones).all(dim=1)

@@ -57,8 +57,8 @@ def _replay_into(record: PassRecord, unit: Unit, captured: CapturedCall, device:
     buffers = dict(unit.module.named_buffers())
     for name, snapshot in captured.buffers.items():
         buffers[name].data.copy_(snapshot.tensor(copy=False))
-    for one, mode in zip(unit.module.modules(), captured.modes, strict=True):
-        one.training = mode
+    for module, mode in zip(unit.module.modules(), captured.modes, strict=True):
+        module.training = mode
     set_rng_states(captured.rng, device)
     leaves = [snapshot.tensor().requires_grad_(snapshot.layout.requires_grad) for snapshot in captured.inputs]
     with torch.enable_grad():
@@ -110,7 +110,12 @@ def untouched(module: nn.Module, buffers: Iterable[str], device: torch.device) -
     host, states = get_host_rng_state(), rng_states(device)
     found = dict(module.named_buffers())
     copies = [(found[name], found[name].detach().clone()) for name in buffers]
-    tables = [table for one in module.modules() for table in (vars(one), one._buffers) if _is_plain(one)]
+    tables = [
+        table
+        for submodule in module.modules()
+        for table in (vars(submodule), submodule._buffers)
+        if _is_plain(submodule)
+    ]
     kept = [(table, dict(table)) for table in tables]
     _replays += 1
     try:

@@ -26,14 +26,18 @@ def encode_call(captured: CapturedCall) -> list[torch.Tensor]:
     known = [digest for digest in digests if digest is not None]
     values = iter(torch.stack(known).tolist() if known else [])  # one wait for the device
     header = _CallHeader(
-        inputs=[one.layout for one in captured.inputs],
-        gradients=[None if one is None else one.layout for one in gradients],
-        buffers={name: one.layout for name, one in captured.buffers.items()},
+        inputs=[value.layout for value in captured.inputs],
+        gradients=[None if gradient is None else gradient.layout for gradient in gradients],
+        buffers={name: buffer.layout for name, buffer in captured.buffers.items()},
         digests=[None if digest is None else next(values) for digest in digests],
     )
     words = torch.frombuffer(bytearray(msgspec.msgpack.encode(header)), dtype=torch.uint8)
-    snapshots = [*captured.inputs, *(one for one in gradients if one is not None), *captured.buffers.values()]
-    return [words, *(one.flat for one in snapshots), *captured.rng]
+    snapshots = [
+        *captured.inputs,
+        *(gradient for gradient in gradients if gradient is not None),
+        *captured.buffers.values(),
+    ]
+    return [words, *(snapshot.flat for snapshot in snapshots), *captured.rng]
 
 
 def decode_call(tensors: Sequence[torch.Tensor], own: CapturedCall, device: torch.device) -> CapturedCall:
@@ -48,12 +52,14 @@ def decode_call(tensors: Sequence[torch.Tensor], own: CapturedCall, device: torc
         header = msgspec.msgpack.decode(bytes(tensors[0].tolist()), type=_CallHeader)
         rest = iter(tensors[1:])
         inputs = [_snapshot(next(rest), layout, device) for layout in header.inputs]
-        gradients = [None if one is None else _snapshot(next(rest), one, device) for one in header.gradients]
+        gradients = [
+            None if gradient is None else _snapshot(next(rest), gradient, device) for gradient in header.gradients
+        ]
         buffers = {name: _snapshot(next(rest), layout, device) for name, layout in header.buffers.items()}
-        rng = tuple(one.cpu() for one in rest)
+        rng = tuple(state.cpu() for state in rest)
     except (msgspec.MsgspecError, StopIteration, RuntimeError, IndexError) as error:
         raise UnsupportedUnit(f"what another rank sent cannot be read: {error}") from None
-    claims = own.record.with_digests([None if one is None else torch.tensor(one) for one in header.digests])
+    claims = own.record.with_digests([None if digest is None else torch.tensor(digest) for digest in header.digests])
     return CapturedCall(
         inputs=inputs,
         leaves=own.leaves,

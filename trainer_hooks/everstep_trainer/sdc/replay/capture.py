@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import Any
 
 import msgspec
@@ -23,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 from torch.utils.hooks import RemovableHandle
 
+from everstep_trainer.digests.digest import combined_digest, tensor_digest
 from everstep_trainer.sdc.audit import is_in_backward
-from everstep_trainer.sdc.digests.digest import combined_digest, tensor_digest
 from everstep_trainer.sdc.replay.units import Unit
 
 log = logging.getLogger(__name__)
@@ -128,11 +129,19 @@ def _other_rng_states() -> Any:
 # ---- digests of a pass
 
 
+class ItemKind(Enum):
+    """Kinds of results of a unit's passes."""
+
+    OUTPUT = "output"
+    INPUT_GRADIENT = "input gradient"
+    PARAMETER_GRADIENT = "parameter gradient"
+
+
 @dataclass(frozen=True)
 class Item:
-    """A result of a unit's passes. ``kind``: 0 output, 1 gradient of an input, 2 gradient of a parameter."""
+    """One result of a unit's passes."""
 
-    kind: int
+    kind: ItemKind
     name: str
 
 
@@ -194,7 +203,7 @@ class PassRecord:
         for number, tensor in enumerate(tensors):
             if isinstance(tensor, DTensor) or tensor.layout is not torch.strided:
                 raise UnsupportedUnit(f"it returns a {type(tensor).__name__} of layout {tensor.layout}")
-            self._add(Item(0, f"output {number}"), tensor)
+            self._add(Item(ItemKind.OUTPUT, f"output {number}"), tensor)
         edges: dict[tuple[Node, int], torch.Tensor] = {}
         for tensor in tensors:
             if tensor.grad_fn is not None and self._is_own(tensor.grad_fn):
@@ -206,8 +215,8 @@ class PassRecord:
     def parts(self) -> list[torch.Tensor]:
         """Return one digest for each kind of item; zeros for gradients that were not recorded."""
         made = []
-        for kind in range(3):
-            digests = [d for item, d in zip(self.items, self.digests, strict=True) if item.kind == kind]
+        for kind in ItemKind:
+            digests = [d for item, d in zip(self.items, self.digests, strict=True) if item.kind is kind]
             found = next((digest for digest in digests if digest is not None), None)
             if found is None:
                 made.append(torch.zeros((), dtype=torch.int64))
@@ -218,7 +227,7 @@ class PassRecord:
 
     def structure(self) -> str:
         """Return the items in words: equal for equal passes."""
-        return repr([(item.kind, item.name) for item in self.items])
+        return repr([(item.kind.value, item.name) for item in self.items])
 
     def with_digests(self, digests: list[torch.Tensor | None]) -> PassRecord:
         """Return a record of the same items with other digests and no values."""
@@ -237,7 +246,7 @@ class PassRecord:
 
     def output_values(self) -> list[torch.Tensor]:
         """Return the outputs; raise UnsupportedUnit if they were changed in place since."""
-        return [self.value(number) for number, item in enumerate(self.items) if item.kind == 0]
+        return [self.value(number) for number, item in enumerate(self.items) if item.kind is ItemKind.OUTPUT]
 
     def value(self, number: int) -> torch.Tensor:
         """Return the result of an item; raise UnsupportedUnit if it was changed in place since, or is not held."""
@@ -290,10 +299,10 @@ class PassRecord:
                         self._handles.append(node.register_hook(self._inner_hook(slot, output)))
                     continue
                 if (number := self._input_edges.get((target, place))) is not None:
-                    items.append((node, slot, Item(1, f"gradient of input {number}")))
+                    items.append((node, slot, Item(ItemKind.INPUT_GRADIENT, f"gradient of input {number}")))
                 elif (parameter := _parameter_behind(target)) is not None:
                     if (name := names.get(id(parameter))) is not None:
-                        items.append((node, slot, Item(2, f"gradient of {name}")))
+                        items.append((node, slot, Item(ItemKind.PARAMETER_GRADIENT, f"gradient of {name}")))
                 elif self._is_own(target):
                     pending.append(target)
         for node, slot, item in items:
@@ -390,13 +399,13 @@ class CapturedCall:
         described = (
             repr(self.spec),
             [repr(leaf) for leaf in self.leaves],
-            [(len(one.layout.size), one.layout.dtype, one.layout.requires_grad) for one in self.inputs],
+            [(len(value.layout.size), value.layout.dtype, value.layout.requires_grad) for value in self.inputs],
             sorted(self.buffers),
             self.forward_autocast,
             self.backward_autocast,
             self.grad_enabled,
             self.modes,
-            [one is None for one in self.output_gradients],
+            [gradient is None for gradient in self.output_gradients],
             self.record.structure(),
             [digest is None for digest in self.record.digests],
         )
@@ -404,7 +413,7 @@ class CapturedCall:
 
     @property
     def has_gradients(self) -> bool:
-        return any(one is not None for one in self.output_gradients)
+        return any(gradient is not None for gradient in self.output_gradients)
 
 
 @dataclass(frozen=True)
@@ -521,7 +530,7 @@ class Capture:
             forward_autocast=autocast,
             backward_autocast=autocast,
             grad_enabled=torch.is_grad_enabled(),
-            modes=tuple(one.training for one in unit.module.modules()),
+            modes=tuple(module.training for module in unit.module.modules()),
             record=record,
         )
         self._others = _other_rng_states()

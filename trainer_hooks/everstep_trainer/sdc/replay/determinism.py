@@ -44,7 +44,7 @@ def unrepeatable_modules(model: nn.Module, *inputs: object, repeats: int = REPEA
         For each module by name what varied, such as ``"output 0, gradient of weight"``. The name ``""`` stands for code
         of containers, between their modules.
     """
-    tensors = [*model.parameters(), *(one for one in pytree.tree_leaves(inputs) if isinstance(one, torch.Tensor))]
+    tensors = [*model.parameters(), *(leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor))]
     device = tensors[0].device if tensors else torch.device("cpu")
     whole = Unit("", model)
     capture = Capture(whole, 0, device)
@@ -63,10 +63,10 @@ def _run_passes(model: nn.Module, inputs: Sequence[object]) -> None:
     """Compute gradients without accumulating them."""
     with torch.enable_grad():
         outputs = model(*inputs)
-        given = [one for one in pytree.tree_leaves(outputs) if isinstance(one, torch.Tensor) and one.requires_grad]
+        given = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if given and trained:
-            ones = [torch.ones_like(one) for one in given]
+            ones = [torch.ones_like(output) for output in given]
             torch.autograd.grad(given, trained, ones, allow_unused=True)
 
 
@@ -83,7 +83,7 @@ def find_unrepeatable(
         for name, module in unit.module.named_modules()
         if next(module.children(), None) is None or isinstance(module, OptimizedModule)
     ]
-    captures = [Capture(one, 0, device) for one in inner]
+    captures = [Capture(module, 0, device) for module in inner]
     with ExitStack() as stack:
         for capture in captures:
             capture.install()

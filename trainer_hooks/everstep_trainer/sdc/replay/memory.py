@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from everstep.cgroups import cgroup_available_bytes
+from everstep.host.cgroups import cgroup_available_bytes
 from everstep_trainer.sdc.replay.units import Unit
 
 GRADIENT_COPIES = 2
@@ -51,7 +51,11 @@ def describe_shortage(unit: Unit, levels: MemoryLevels | None, ranks: int) -> st
         levels: Those of the device; None: unknown, and no reason.
         ranks: Ranks that share the device's memory, as all of them audit at once.
     """
-    gradients = sum(one.numel() * one.element_size() for one in unit.module.parameters() if one.requires_grad)
+    gradients = sum(
+        parameter.numel() * parameter.element_size()
+        for parameter in unit.module.parameters()
+        if parameter.requires_grad
+    )
     if levels is None:
         return ""
     needed = ranks * (levels.until_peak + GRADIENT_COPIES * gradients)

@@ -1,4 +1,4 @@
-"""Compute a part of each rank's work again on another rank: the link PEER_REPLAY of the chain.
+"""Compute a part of each rank's work again on another rank: the audit PEER_REPLAY of the chain.
 
 At a due step each rank captures one call of one unit, the same on all ranks. Before the update it sends the captured
 inputs to a partner, and does the call of another rank again. All ranks then compare the digests of all results. If some
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from everstep.vocabulary import AuditLink, AuditRole
+from everstep.vocabulary import AuditKind, AuditRole
+from everstep_trainer.digests.digest import combined_digest, to_hex
 from everstep_trainer.parallel.replicas import find_model_parallelism
 from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch
-from everstep_trainer.sdc.digests.digest import combined_digest, to_hex
 from everstep_trainer.sdc.replay.call_replay import replay
 from everstep_trainer.sdc.replay.call_transfer import decode_call, encode_call
 from everstep_trainer.sdc.replay.capture import Capture, CapturedCall, PassRecord, UnsupportedUnit
@@ -41,7 +41,7 @@ Parts = tuple[int, int, int]
 
 
 @dataclass(eq=False)
-class _Rotation:
+class _UnitRotation:
     """A unit and what is known about it, the same on all ranks.
 
     Attributes:
@@ -81,7 +81,7 @@ class _Case:
     """One audit in progress. ``claimed``: what training used, by rank; ``replayed``: what its partner computed."""
 
     step: int
-    rotation: _Rotation
+    rotation: _UnitRotation
     call: int
     captured: CapturedCall
     shift: int
@@ -94,28 +94,32 @@ class _Case:
 
     @property
     def owners(self) -> list[int]:
-        return [rank for rank, (one, other) in enumerate(zip(self.claimed, self.replayed, strict=True)) if one != other]
+        return [
+            rank
+            for rank, (digest, other) in enumerate(zip(self.claimed, self.replayed, strict=True))
+            if digest != other
+        ]
 
     def peer(self, owner: int) -> int:
         return (owner + self.shift) % len(self.claimed)
 
 
 class PeerReplay(Audit):
-    """The link PEER_REPLAY of one rank in one generation. Switched off if ranks do not compute whole models."""
+    """The audit PEER_REPLAY of one rank in one generation. Switched off if ranks do not compute whole models."""
 
-    link = AuditLink.PEER_REPLAY
+    kind = AuditKind.PEER_REPLAY
 
     def __init__(self, setup: AuditSetup) -> None:
         super().__init__(setup)
-        self._rotations: list[_Rotation] = []
+        self._rotations: list[_UnitRotation] = []
         self._left_out: set[int] = set()
         self._rounds = 0
         self._whole_numbers: dict[Unit, int] = {}  # of models that may take the place of their blocks
         self._compared: int | None = None  # in this step
         self._audits = 0
-        self._current: tuple[_Rotation, Capture] | None = None
+        self._current: tuple[_UnitRotation, Capture] | None = None
         self._shortage = ""  # why the running step is not captured
-        self._off = ""  # why this link is
+        self._off = ""  # why this audit is
         self._reasons: list[tuple[nn.Module, str]] = []  # why modules are left out
         if setup.world_size == 1:
             self._off = "it needs a second rank"
@@ -125,12 +129,12 @@ class PeerReplay(Audit):
             self._off = sign
             return
         found = find_units(setup.objects)
-        self._rotations = [_Rotation(unit, number) for number, unit in enumerate(found.units)]
+        self._rotations = [_UnitRotation(unit, number) for number, unit in enumerate(found.units)]
         wholes = dict.fromkeys(unit.whole for unit in found.units if unit.is_block and unit.whole is not None)
         self._whole_numbers = {whole: len(found.units) + number for number, whole in enumerate(wholes)}
         self._left_out = set(self._whole_numbers.values())  # until no block is left
         self._rounds = len(found.units) + len(wholes)
-        self._reasons = [(module, one.reason) for one in found.left_out for module in one.module.modules()]
+        self._reasons = [(module, unit.reason) for unit in found.left_out for module in unit.module.modules()]
         if not found.units:
             self._off = "no tracked module can be computed again on another rank"
 
@@ -155,9 +159,9 @@ class PeerReplay(Audit):
     def gaps(self) -> Iterator[str]:
         if self._off:
             yield f"audit peer_replay is off: {self._off}"
-        partly = [one for one in self._rotations if one.outputs_only]
-        for reason in dict.fromkeys(one.outputs_only for one in partly):
-            names = [one.unit.name for one in partly if one.outputs_only == reason]
+        partly = [rotation for rotation in self._rotations if rotation.outputs_only]
+        for reason in dict.fromkeys(rotation.outputs_only for rotation in partly):
+            names = [rotation.unit.name for rotation in partly if rotation.outputs_only == reason]
             yield f"only the forward pass of {list_names(names, MAX_NAMED)} is checked ({reason})"
 
     def begin_step(self, step: int, *, due: bool) -> None:
@@ -196,7 +200,7 @@ class PeerReplay(Audit):
 
     # ---- one audit
 
-    def _audit(self, step: int, rotation: _Rotation, capture: Capture) -> None:
+    def _audit(self, step: int, rotation: _UnitRotation, capture: Capture) -> None:
         """Compare the captured calls of all ranks. A collective."""
         self._audits += 1
         call, captured = rotation.call, capture.captured
@@ -222,7 +226,7 @@ class PeerReplay(Audit):
             with rotation.unit.gathered():
                 self._compare(step, rotation, call, captured)
 
-    def _compare(self, step: int, rotation: _Rotation, call: int, captured: CapturedCall) -> None:
+    def _compare(self, step: int, rotation: _UnitRotation, call: int, captured: CapturedCall) -> None:
         world = self.setup.world_size
         shift = 1 + (self._audits + self._audits // len(self._rotations)) % (world - 1)
         to, source = (self.setup.rank + shift) % world, (self.setup.rank - shift) % world
@@ -231,7 +235,7 @@ class PeerReplay(Audit):
         reference: list[torch.Tensor] = []
         if rotation.spread is not None:
             values = captured.record.output_values()
-            reference = self._exchange([one.reshape(-1) for one in values], to, source)
+            reference = self._exchange([value.reshape(-1) for value in values], to, source)
         theirs, record, failure = self._redo(rotation.unit, message, captured)
         replayed: Parts = (0, 0, 0)
         if theirs is not None and record is not None:
@@ -276,13 +280,13 @@ class PeerReplay(Audit):
         return int(combined_digest([*unit.module.parameters(), *constant]).item())
 
     def _parts(self, record: PassRecord) -> Parts:
-        digests = torch.stack([one.to(self.setup.device) for one in record.parts()]).tolist()
+        digests = torch.stack([part.to(self.setup.device) for part in record.parts()]).tolist()
         if record.outputs_only:
             return digests[0], 0, 0
         return digests[0], digests[1], digests[2]
 
     def _stated(
-        self, rotation: _Rotation, record: PassRecord, references: Sequence[tuple[Parts, Sequence[torch.Tensor]]]
+        self, rotation: _UnitRotation, record: PassRecord, references: Sequence[tuple[Parts, Sequence[torch.Tensor]]]
     ) -> Parts:
         """Return the digests that stand for a replay: of a unit that varies, those of the first reference close to it.
 
@@ -296,7 +300,8 @@ class PeerReplay(Audit):
         for stated, values in references:
             if len(values) == len(own):
                 theirs = [
-                    value.to(one.device).view(one.dtype).view(one.shape) for value, one in zip(values, own, strict=True)
+                    value.to(own_value.device).view(own_value.dtype).view(own_value.shape)
+                    for value, own_value in zip(values, own, strict=True)
                 ]
                 if are_close(theirs, own, rotation.spread):
                     return stated
@@ -313,7 +318,7 @@ class PeerReplay(Audit):
         """
         world, rotation = self.setup.world_size, case.rotation
         reruns, failure = self._rerun(case)
-        first, second = (self._parts(one) for one in reruns)
+        first, second = (self._parts(rerun) for rerun in reruns)
         spread = relative_spread(reruns[0].output_values(), reruns[1].output_values())
         rows = self._gather([*first, *second, round(min(spread, 1e6) * _SPREAD_SCALE), bool(failure)])
         if any(row[7] for row in rows):
@@ -395,7 +400,7 @@ class PeerReplay(Audit):
             role, parts = statements[rank]
             self.setup.report(
                 Mismatch(
-                    link=self.link,
+                    audit=self.kind,
                     step=case.step,
                     unit=unit,
                     owner=owner,
@@ -414,11 +419,13 @@ class PeerReplay(Audit):
         if case.rotation.spread is None:
             return []
         rank, device = self.setup.rank, self.setup.device
-        outputs = [one.reshape(-1) for one in case.captured.record.output_values()] if rank == owner else []
+        outputs = [value.reshape(-1) for value in case.captured.record.output_values()] if rank == owner else []
         found: list[tuple[Parts, Sequence[torch.Tensor]]] = []
-        replayed = [one.reshape(-1) for one in record.output_values()] if rank == peer and record is not None else []
+        replayed = (
+            [value.reshape(-1) for value in record.output_values()] if rank == peer and record is not None else []
+        )
         if rank == owner:
-            found.append((case.claimed[owner], [one.contiguous().view(torch.uint8) for one in outputs]))
+            found.append((case.claimed[owner], [output.contiguous().view(torch.uint8) for output in outputs]))
         if arbiter is not None:
             to, source = _if(rank == owner, arbiter), _if(rank == arbiter, owner)
             from_owner = exchange(outputs, to=to, source=source, device=device)
@@ -453,7 +460,7 @@ class PeerReplay(Audit):
             except UnsupportedUnit:
                 answer = []
         found = exchange(
-            [one.reshape(-1) for one in answer],
+            [tensor.reshape(-1) for tensor in answer],
             to=examiner if rank == owner else None,
             source=_if(rank == examiner, owner),
             device=device,
@@ -470,7 +477,7 @@ class PeerReplay(Audit):
 
     # ---- coverage
 
-    def _exclude(self, rotation: _Rotation, reason: str, *, tries_whole: bool = False) -> None:
+    def _exclude(self, rotation: _UnitRotation, reason: str, *, tries_whole: bool = False) -> None:
         """Audit the unit no more in this generation, on all ranks.
 
         Args:
@@ -487,15 +494,15 @@ class PeerReplay(Audit):
 
     def _use_whole(self, whole: Unit) -> None:
         """Audit a model as one unit if no block of it is left."""
-        others = [one for one in self._rotations if one.unit.whole is whole]
-        if any(one.unit.is_block for one in others):
+        others = [rotation for rotation in self._rotations if rotation.unit.whole is whole]
+        if any(other.unit.is_block for other in others):
             return
         number = self._whole_numbers[whole]
-        self._left_out |= {one.number for one in others}
+        self._left_out |= {other.number for other in others}
         self._left_out.remove(number)
-        self._rotations = [one for one in self._rotations if one not in others]
-        visits = min((one.visits for one in self._rotations), default=0)
-        self._rotations.append(_Rotation(whole, number, visits=visits))
+        self._rotations = [rotation for rotation in self._rotations if rotation not in others]
+        visits = min((rotation.visits for rotation in self._rotations), default=0)
+        self._rotations.append(_UnitRotation(whole, number, visits=visits))
         self._log("audit peer_replay computes %s as a whole again, since no block of it can be", whole.name)
 
     def _describe_shortage(self, unit: Unit) -> str:
@@ -503,7 +510,7 @@ class PeerReplay(Audit):
         is_shared = self.setup.device.type == "cpu" and nodes
         return describe_shortage(unit, self.read_memory(), nodes.count(nodes[rank]) if is_shared else 1)
 
-    def _note(self, rotation: _Rotation, reason: str, *, skipped: bool = True, tries_whole: bool = False) -> None:
+    def _note(self, rotation: _UnitRotation, reason: str, *, skipped: bool = True, tries_whole: bool = False) -> None:
         if reason not in rotation.noted:
             rotation.noted.add(reason)
             self._log("audit peer_replay%s: %s: %s", " was skipped" if skipped else "", rotation.unit.name, reason)
@@ -527,8 +534,8 @@ class PeerReplay(Audit):
 
 def first_difference(claims: PassRecord, record: PassRecord) -> int:
     """Return the number of the first result whose digest differs, or -1."""
-    for number, (one, other) in enumerate(zip(claims.digests, record.digests, strict=True)):
-        if one is not None and other is not None and int(one.item()) != int(other.item()):
+    for number, (claimed, other) in enumerate(zip(claims.digests, record.digests, strict=True)):
+        if claimed is not None and other is not None and int(claimed.item()) != int(other.item()):
             return number
     return -1
 

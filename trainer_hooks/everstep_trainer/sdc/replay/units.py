@@ -100,9 +100,11 @@ class Units:
 
 def find_units(objects: Mapping[str, object]) -> Units:
     """Return the units of the tracked modules, the same on all ranks: of models with trained parameters and losses."""
-    models = [(key, one) for key, tracked in objects.items() for one in as_list(tracked) if isinstance(one, nn.Module)]
+    models = [
+        (key, item) for key, tracked in objects.items() for item in as_list(tracked) if isinstance(item, nn.Module)
+    ]
     trained = [(key, model) for key, model in models if any(p.requires_grad for p in model.parameters())]
-    division = _Division()
+    division = _UnitFinder()
     for key, model in trained:
         division.divide_model(key, model, is_only=len(trained) == 1)
     for key, model in models if trained else ():
@@ -111,7 +113,7 @@ def find_units(objects: Mapping[str, object]) -> Units:
     return Units(tuple(division.units), tuple(division.left_out))
 
 
-class _Division:
+class _UnitFinder:
     def __init__(self) -> None:
         self.units: list[Unit] = []
         self.left_out: list[LeftOut] = []
@@ -146,18 +148,18 @@ class _Division:
             reason = f"compiled around {wrapper}: compile the model or its blocks inside"
             self.left_out.append(LeftOut(name, module, reason))
             return
-        inner = [one for one in module.modules() if one is not module]
-        is_whole = is_block or not any(self._is_block(one, shards) for one in inner)
+        inner = [child for child in module.modules() if child is not module]
+        is_whole = is_block or not any(self._is_block(child, shards) for child in inner)
         reason = _describe_collectives(module)
         if not isinstance(module, nn.ModuleList | nn.ModuleDict):
-            can_be_called = not reason and not any(isinstance(one, FSDPModule) for one in inner)
-            if is_whole and can_be_called and not any(_describe_collectives(one) for one in inner):
+            can_be_called = not reason and not any(isinstance(child, FSDPModule) for child in inner)
+            if is_whole and can_be_called and not any(_describe_collectives(child) for child in inner):
                 self._add(name, module, shards, is_block=is_block)
                 return
             if reason or is_compiled:
                 self.left_out.append(LeftOut(name, module, reason or "compiled, with collectives inside"))
             if is_compiled:
-                self._seen.update(id(one) for one in inner)
+                self._seen.update(id(child) for child in inner)
                 return
         for key, child in module.named_children():
             self._divide(f"{path}.{key}", child, shards)
@@ -165,7 +167,7 @@ class _Division:
     def _add(self, name: str, module: nn.Module, shards: FSDPModule | None, *, is_block: bool) -> None:
         if isinstance(module, nn.Identity):
             return
-        self._seen.update(id(one) for one in module.modules())
+        self._seen.update(id(submodule) for submodule in module.modules())
         shards = shards if next(module.parameters(), None) is not None else None
         self.units.append(Unit(name, module, shards, is_block=is_block))
 
@@ -182,19 +184,23 @@ def _whole_unit(key: str, model: nn.Module) -> Unit | None:
     """Return the model as one unit; None if one rank alone cannot call it, or if it is one module."""
     while isinstance(model, DistributedDataParallel):
         model = model.module
-    inner = [one for one in model.modules() if one is not model]
+    inner = [module for module in model.modules() if module is not model]
     shards = model if isinstance(model, FSDPModule) else None
     if isinstance(model, FullyShardedDataParallel | nn.ModuleList | nn.ModuleDict) or not inner:
         return None
-    if any(isinstance(one, FSDPModule) or _describe_collectives(one) for one in inner) or _describe_collectives(model):
+    if any(
+        isinstance(module, FSDPModule) or _describe_collectives(module) for module in inner
+    ) or _describe_collectives(model):
         return None
     return Unit(key, model, shards)
 
 
 def _communicating_wrapper(module: nn.Module) -> str:
-    for one in module.modules():
-        if isinstance(one, DistributedDataParallel) or (one is not module and isinstance(one, FSDPModule)):
-            return "DistributedDataParallel" if isinstance(one, DistributedDataParallel) else "fully_shard"
+    for submodule in module.modules():
+        if isinstance(submodule, DistributedDataParallel) or (
+            submodule is not module and isinstance(submodule, FSDPModule)
+        ):
+            return "DistributedDataParallel" if isinstance(submodule, DistributedDataParallel) else "fully_shard"
     return ""
 
 
@@ -218,14 +224,14 @@ def _repeated_elements(model: nn.Module) -> set[int]:
     elements: dict[type[nn.Module], dict[int, nn.Module]] = defaultdict(dict)
     for container in model.modules():
         if isinstance(container, _CONTAINERS):
-            for one in container.children():
-                if next(one.children(), None) is not None:
-                    elements[type(one)][id(one)] = one
+            for child in container.children():
+                if next(child.children(), None) is not None:
+                    elements[type(child)][id(child)] = child
     repeated = [list(found.values()) for found in elements.values() if len(found) > 1]
     if not repeated:
         return set()
-    largest = max(repeated, key=lambda found: (sum(_count_parameters(one) for one in found), len(found)))
-    return {id(one) for one in largest}
+    largest = max(repeated, key=lambda found: (sum(_count_parameters(block) for block in found), len(found)))
+    return {id(block) for block in largest}
 
 
 def _count_parameters(module: nn.Module) -> int:

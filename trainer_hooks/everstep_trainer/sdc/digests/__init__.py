@@ -1,1 +1,0 @@
-"""Digest the raw bits of tensors: position-weighted sums modulo 2^64, in torch and in a kernel for GPUs."""
