@@ -21,8 +21,8 @@ from rich.progress import Progress
 
 from bench.checkpoint_rows import four, gpu_rows, losses, other_checkpoints, reading, single, transfer
 from bench.checkpoint_rows.curves import curves
-from bench.checkpoint_rows.processes import Crew
 from bench.checkpoint_rows.state import Size
+from bench.processes import ProcessPool
 from bench.table import Row, finish, parser_of, write_json
 
 TENSORS, TENSOR_BYTES, QUICK_TENSOR_BYTES = 64, 16 << 20, 1 << 20
@@ -31,24 +31,24 @@ REPEATS, QUICK_REPEATS = 5, 3
 KILLS, QUICK_KILLS = 500, 6
 
 
-def parts(crew: Crew, options: argparse.Namespace) -> list[tuple[str, Callable[[], list[Row]]]]:
-    """What is measured, in order, by name."""
+def parts(pool: ProcessPool, options: argparse.Namespace) -> list[tuple[str, Callable[[], list[Row]]]]:
+    """Return the measurements by name, in order."""
     judged = not options.quick
     each = QUICK_TENSOR_BYTES if options.quick else TENSOR_BYTES
     one, repeats = Size(TENSORS, each), options.repeats
     found: list[tuple[str, Callable[[], list[Row]]]] = [
-        ("one rank", lambda: single.large(crew, one, repeats, judged)),
-        ("many tensors", lambda: single.small(crew, SMALL_TENSORS, max(repeats, 10))),
-        ("a slot to a peer", lambda: transfer.replicated(crew, one.nbytes, repeats, judged)),
-        ("a slot from a peer", lambda: reading.read(crew, one.nbytes // 4, repeats, judged)),
-        ("four replicas", lambda: four.replicas(crew, Size(TENSORS, each // 4, "replicas"), repeats, judged)),
-        ("four shards", lambda: four.shards(crew, Size(TENSORS, each, "shards"), repeats, judged)),
-        ("four shards, overlapped", lambda: four.overlapped(crew, Size(TENSORS, each, "shards"), repeats, judged)),
-        ("four shards in two slots", lambda: four.short_of_memory(crew, Size(TENSORS, each, "shards"), judged)),
-        ("gpu", lambda: gpu_rows.rows(crew, one, repeats, judged)),
+        ("one rank", lambda: single.large(pool, one, repeats, judged)),
+        ("many tensors", lambda: single.small(pool, SMALL_TENSORS, max(repeats, 10))),
+        ("a slot to a peer", lambda: transfer.replicated(pool, one.nbytes, repeats, judged)),
+        ("a slot from a peer", lambda: reading.read(pool, one.nbytes // 4, repeats, judged)),
+        ("four replicas", lambda: four.replicas(pool, Size(TENSORS, each // 4, "replicas"), repeats, judged)),
+        ("four shards", lambda: four.shards(pool, Size(TENSORS, each, "shards"), repeats, judged)),
+        ("four shards, overlapped", lambda: four.overlapped(pool, Size(TENSORS, each, "shards"), repeats, judged)),
+        ("four shards in two slots", lambda: four.short_of_memory(pool, Size(TENSORS, each, "shards"), judged)),
+        ("gpu", lambda: gpu_rows.rows(pool, one, repeats, judged)),
     ]
     if not options.no_peers:
-        found.append(("peers", lambda: other_checkpoints.rows(crew, one, repeats, slow=not options.quick)))
+        found.append(("peers", lambda: other_checkpoints.rows(pool, one, repeats, slow=not options.quick)))
     found += [(f"double kills, r = {r}", lambda r=r: losses.rows(options.kills, r)) for r in (2, 3)]  # type: ignore[misc]
     found.append(("double kills, parity", lambda: losses.parity_rows(options.kills)))
     return [part for part in found if not options.only or options.only in part[0]]
@@ -71,10 +71,10 @@ def main(argv: list[str]) -> int:
     options = parse(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     rows: list[Row] = []
-    with Crew() as crew:
+    with ProcessPool(["bench.checkpoint_rows.rank"]) as pool:
         if options.curve:
-            return finish("Growth of stall and restore", curves(crew, options.curve, options.quick), options.json)
-        wanted = parts(crew, options)
+            return finish("Growth of stall and restore", curves(pool, options.curve, options.quick), options.json)
+        wanted = parts(pool, options)
         with Progress() as progress:
             task = progress.add_task("checkpoint", total=len(wanted))
             for name, part in wanted:

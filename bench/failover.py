@@ -1,17 +1,19 @@
-"""From the leader's death to the first answers of the controller that follows it, over a real PostgreSQL.
+"""Latency of an urgent report, and from the leader's death to the next one's first answers, over a real PostgreSQL.
 
     python -m bench.failover [--quick] [--rounds 10] [--nodes 1000] [--database URL] [--json FILE]
 
-Three controllers, one leads. It is killed; an agent asks all of them in turn, as agents do, until its beat is answered;
-then it reports a rank's loss until that is acknowledged, which means that the next generation is decided and durable.
-The database holds ``--nodes`` registered nodes, which the new leader must load first. Last, the leader is stopped
-instead of killed: that is noticed when its lease expires.
+There are three controllers, of which one leads. It is killed. An agent asks all of them in turn, as agents do, until
+its heartbeat is answered. Then it reports a rank's loss until that is acknowledged: the next generation is then
+decided and durable. The database holds ``--nodes`` registered nodes, which the new leader must load first. Then a job
+of four nodes loses ranks: the leader opens the next generation, commits, and pushes it to all four. At the end the
+leader is stopped instead of killed, which is noticed when its lease expires.
 """
 
 from __future__ import annotations
 
 import contextlib
 import http.client
+import itertools
 import json
 import secrets
 import signal
@@ -21,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -33,6 +36,8 @@ from everstep.bearer_tokens import TokenRole, mint
 from everstep.wire.v1.agent import (
     PREFIX_BYTES,
     UPGRADE,
+    Acknowledge,
+    DirectivesAnswer,
     FrameKind,
     Heartbeat,
     NumberedReport,
@@ -40,26 +45,35 @@ from everstep.wire.v1.agent import (
     Reports,
     encode_frame,
 )
+from everstep.wire.v1.directives import NewGeneration
 from everstep.wire.v1.training import AnyReport, JobSpec, LauncherJoined, RankLost
 
 CONTROLLERS = 3
+JOB_NODES = ("m1", "m2", "m3", "m4")
+"""Nodes of the job whose ranks are lost under a living leader."""
 FRAMES = {Register: FrameKind.REGISTER, Heartbeat: FrameKind.HEARTBEAT, Reports: FrameKind.REPORTS}
 ANSWERS = (FrameKind.REGISTERED, FrameKind.HEARTBEAT_ANSWER, FrameKind.REPORTS_ANSWER, FrameKind.REFUSED)
 BEAT, REGROUP = "killed leader to the first beat answered", "killed leader to the first regroup durable"
+PUSH, ACKNOWLEDGEMENT, IDLE_BEAT = "report to the last node's push", "report to its acknowledgement", "idle heartbeat"
 FLOOR_S, AIM_S = 3.0, 1.0
+PUSH_FLOOR_MS, PUSH_AIM_MS = 20.0, 10.0
+"""Of what a failure may cost in all, the decision and its delivery have 10 ms each."""
+LATENCY_ROUNDS, QUICK_LATENCY_ROUNDS = 200, 50
 LEASE_S = 5.0
-"""The default of the setting; a stopped leader is followed after so long."""
+"""Default of the setting, after which a stopped leader is replaced."""
 AGAIN_S = 0.01
-"""Between two rounds of the controllers."""
+"""Seconds between two rounds over the controllers."""
 
 
 class Session:
-    """A node's session with one controller, for one message at a time. Raises OSError where it ends or is refused."""
+    """A node's session with one controller, for one message at a time. Raises OSError if it ends or is refused."""
 
     def __init__(self, address: str, node: str, token: str) -> None:
         host, _, port = address.rpartition(":")
         self._socket = socket.create_connection((host, int(port)), 5)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._stream = self._socket.makefile("rb")
+        self._generation = 0
         request = (
             f"GET /v1/agents/{node}/session HTTP/1.1\r\nHost: bench\r\nConnection: Upgrade\r\n"
             f"Upgrade: {UPGRADE}\r\nAuthorization: Bearer {token}\r\n\r\n"
@@ -72,15 +86,34 @@ class Session:
             pass  # the answer's headers
 
     def ask(self, message: Register | Heartbeat | Reports) -> bool:
-        """Whether the message was taken."""
-        self._socket.sendall(encode_frame(FRAMES[type(message)], msgspec.json.encode(message)))
-        while True:
-            prefix = self._stream.read(PREFIX_BYTES)
-            frame = self._stream.read(int.from_bytes(prefix, "big"))
-            if not frame:
-                raise ConnectionResetError("the session ended")
-            if frame[0] in ANSWERS:
-                return frame[0] != FrameKind.REFUSED
+        """Send a message, and return whether it was taken."""
+        self._send(FRAMES[type(message)], message)
+        while (kind := self._read()) not in ANSWERS:
+            pass
+        return kind is not FrameKind.REFUSED
+
+    def wait_for_generation(self, number: int) -> None:
+        """Wait until a generation was pushed."""
+        while self._generation < number:
+            self._read()
+
+    def _send(self, kind: FrameKind, message: msgspec.Struct) -> None:
+        self._socket.sendall(encode_frame(kind, msgspec.json.encode(message)))
+
+    def _read(self) -> FrameKind:
+        """Read a frame, and acknowledge it if it is a push."""
+        prefix = self._stream.read(PREFIX_BYTES)
+        frame = self._stream.read(int.from_bytes(prefix, "big"))
+        if not frame:
+            raise ConnectionResetError("the session ended")
+        kind = FrameKind(frame[0])
+        if kind is FrameKind.PUSH:
+            directives = msgspec.json.decode(frame[1:], type=DirectivesAnswer).directives
+            for directive in directives:
+                if isinstance(directive.body, NewGeneration):
+                    self._generation = max(self._generation, directive.body.spec.number)
+            self._send(FrameKind.ACKNOWLEDGE, Acknowledge(through=directives[-1].seq))
+        return kind
 
     def close(self) -> None:
         self._stream.close()
@@ -88,7 +121,7 @@ class Session:
 
 
 class Fleet:
-    """Three controllers over one database, and an agent that is at home with whichever leads."""
+    """Three controllers over one database, and an agent with a session at the leader."""
 
     def __init__(self, directory: Path, database: str) -> None:
         self._directory = directory
@@ -99,32 +132,33 @@ class Fleet:
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._addresses: dict[int, str] = {}
         self._sessions: dict[tuple[str, str], Session] = {}
-        self._number = 0
+        self._reports: Counter[str] = Counter()
+        self._beats = itertools.count(1)
         self.leader = 0
 
-    def start(self, one: int) -> None:
-        """Starts controller ``one`` and waits until it serves, as leader or as standby."""
-        ready = self._directory / f"ready-{one}"
+    def start(self, index: int) -> None:
+        """Start controller ``index``, and wait until it serves, as leader or as standby."""
+        ready = self._directory / f"ready-{index}"
         ready.unlink(missing_ok=True)
         command = [sys.executable, "-m", "everstep_controller.main", "serve", "--preset", "lab", "--die-with-parent"]
-        command += ["--listen", self._addresses.get(one, "127.0.0.1:0"), "--database", self._database]
+        command += ["--listen", self._addresses.get(index, "127.0.0.1:0"), "--database", self._database]
         command += ["--secret-file", str(self._secret_file), "--ready-file", str(ready)]
-        with (self._directory / f"log-{one}").open("ab") as log:
-            process = self._processes[one] = subprocess.Popen(command, stderr=log)
+        with (self._directory / f"log-{index}").open("ab") as log:
+            process = self._processes[index] = subprocess.Popen(command, stderr=log)
         while not ready.exists():
             if process.poll() is not None:
-                raise SystemExit((self._directory / f"log-{one}").read_text())
+                raise SystemExit((self._directory / f"log-{index}").read_text())
             time.sleep(0.01)
-        self._addresses[one] = json.loads(ready.read_text())["address"]
+        self._addresses[index] = json.loads(ready.read_text())["address"]
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends the leader a signal."""
+        """Send a signal to the leader."""
         self._processes[self.leader].send_signal(number)
 
-    def restart(self, one: int) -> None:
-        """Starts one that was killed."""
-        self._processes[one].wait(10)
-        self.start(one)
+    def restart(self, index: int) -> None:
+        """Start a controller again that was killed."""
+        self._processes[index].wait(10)
+        self.start(index)
 
     def end(self) -> None:
         for session in self._sessions.values():
@@ -134,18 +168,18 @@ class Fleet:
             process.wait(10)
 
     def ask(self, node: str, message: Register | Heartbeat | Reports, *, without: int | None = None) -> None:
-        """Says it until one of the controllers takes it; not to ``without``, whose port would let the client wait."""
+        """Send a message until a controller takes it. ``without``: a stopped controller, which never answers."""
         end = time.perf_counter() + 60
         while time.perf_counter() < end:
-            for one in sorted(self._addresses, key=lambda one: one != self.leader):
-                if one != without and self._say(self._addresses[one], node, message):
-                    self.leader = one
+            for index in sorted(self._addresses, key=lambda index: index != self.leader):
+                if index != without and self._say(self._addresses[index], node, message):
+                    self.leader = index
                     return
             time.sleep(AGAIN_S)
-        raise SystemExit(f"nobody answered {type(message).__name__} within a minute")
+        raise SystemExit(f"no controller took {type(message).__name__} within a minute")
 
     def _say(self, address: str, node: str, message: Register | Heartbeat | Reports) -> bool:
-        """Whether the controller took the message, in a session that stays open for what is said next."""
+        """Send a message, and return whether the controller took it. The session stays open for the next one."""
         session = self._sessions.pop((address, node), None)
         try:
             if session is None:
@@ -160,7 +194,7 @@ class Fleet:
         return taken
 
     def check_generation(self, wanted: int) -> None:
-        """Each loss led to one generation more, or the figures are not what they say."""
+        """Check that each loss led to one generation more, since the figures depend on it."""
         host, _, port = self._addresses[self.leader].rpartition(":")
         secret = self._secret_file.read_bytes().strip()
         with contextlib.closing(http.client.HTTPConnection(host, int(port), timeout=5)) as connection:
@@ -173,39 +207,49 @@ class Fleet:
     def register(self, node: str) -> None:
         vault = "127.0.0.1:1"
         self.ask(node, Register(protocols=(1,), node=node, incarnation=1, agent_version="b", vault=vault))
-        if node != "n0":  # it says nothing more
+        if node not in ("n0", *JOB_NODES):  # it sends no more messages
             self._sessions.pop((self._addresses[self.leader], node)).close()
 
-    def beat(self, *, without: int | None = None) -> None:
-        self.ask("n0", Heartbeat(incarnation=1, seq=1, sent_at=0.0), without=without)
+    def beat(self, node: str = "n0", *, first: bool = False, without: int | None = None) -> None:
+        findings = () if first else None
+        beat = Heartbeat(incarnation=1, seq=next(self._beats), sent_at=0.0, findings=findings)
+        self.ask(node, beat, without=without)
 
-    def report(self, body: AnyReport) -> None:
-        self._number += 1
-        self.ask("n0", Reports(incarnation=1, reports=(NumberedReport(number=self._number, body=body),)))
+    def report(self, node: str, body: AnyReport) -> None:
+        self._reports[node] += 1
+        self.ask(node, Reports(incarnation=1, reports=(NumberedReport(number=self._reports[node], body=body),)))
 
     def form(self, nodes: int, progress: Progress) -> None:
-        """Registers the nodes, and lets one of them begin a job."""
-        for one in progress.track(range(nodes), description="nodes registered"):
-            self.register(f"n{one}")
-        spec = JobSpec(job="bench", min_nodes=1, max_nodes=1, nproc_per_node=1)
-        self.report(LauncherJoined(job="bench", at=time.time(), spec=spec, launcher=1, store="127.0.0.1:29500"))
+        """Register the nodes, and let one of them begin a job."""
+        for index in progress.track(range(nodes), description="nodes registered"):
+            self.register(f"n{index}")
+        self.join("n0", "bench", max_nodes=1)
 
-    def lose_rank(self, generation: int) -> None:
-        words = RankLost(
-            job="bench",
+    def join(self, node: str, job: str, *, max_nodes: int) -> None:
+        """Report that the launcher of a node joins a job."""
+        spec = JobSpec(job=job, min_nodes=1, max_nodes=max_nodes, nproc_per_node=1)
+        self.report(node, LauncherJoined(job=job, at=time.time(), spec=spec, launcher=1, store="127.0.0.1:29500"))
+
+    def lose_rank(self, generation: int, node: str = "n0", job: str = "bench", *, rank: int = 0) -> None:
+        lost = RankLost(
+            job=job,
             at=time.time(),
             generation=generation,
-            rank=0,
+            rank=rank,
             local_rank=0,
             detail="bench",
             signal=9,
             has_replacement=True,
         )
-        self.report(words)
+        self.report(node, lost)
+
+    def wait_for_generation(self, node: str, number: int) -> None:
+        """Wait until the leader has pushed a generation to a node."""
+        self._sessions[self._addresses[self.leader], node].wait_for_generation(number)
 
 
 def kill_leader(fleet: Fleet, generation: int) -> dict[str, float]:
-    """Seconds from SIGKILL to each of the first answers."""
+    """Return the seconds from SIGKILL to each of the first answers."""
     killed = fleet.leader
     fleet.signal(signal.SIGKILL)
     started = time.perf_counter()
@@ -217,8 +261,43 @@ def kill_leader(fleet: Fleet, generation: int) -> dict[str, float]:
     return {BEAT: beat, REGROUP: regroup}
 
 
+def measure_latency(fleet: Fleet, rounds: int, progress: Progress) -> dict[str, list[float]]:
+    """Return the seconds of each round, by what was measured."""
+    for node in JOB_NODES:
+        fleet.register(node)
+        fleet.beat(node, first=True)
+        fleet.join(node, "latency", max_nodes=len(JOB_NODES))
+    for node in JOB_NODES:
+        fleet.wait_for_generation(node, 1)
+    seconds: dict[str, list[float]] = {PUSH: [], ACKNOWLEDGEMENT: [], IDLE_BEAT: []}
+    for generation in progress.track(range(1, rounds + 1), description="ranks lost"):
+        rank = generation % len(JOB_NODES)
+        started = time.perf_counter()
+        fleet.lose_rank(generation, JOB_NODES[rank], "latency", rank=rank)
+        seconds[ACKNOWLEDGEMENT].append(time.perf_counter() - started)
+        for node in JOB_NODES:
+            fleet.wait_for_generation(node, generation + 1)
+        seconds[PUSH].append(time.perf_counter() - started)
+    for _ in progress.track(range(rounds), description="heartbeats"):
+        started = time.perf_counter()
+        fleet.beat(JOB_NODES[0])
+        seconds[IDLE_BEAT].append(time.perf_counter() - started)
+    return seconds
+
+
+def latency_rows(seconds: dict[str, list[float]]) -> list[Row]:
+    """Return median and 99th percentile of each; only the median of the push is judged."""
+    rows = []
+    for name, values in seconds.items():
+        floor, aim = (PUSH_FLOOR_MS, PUSH_AIM_MS) if name == PUSH else (None, None)
+        against = "decision and delivery: 10 ms each" if name == PUSH else ""
+        rows.append(Row(f"{name}, median of {len(values)}", statistics.median(values) * 1e3, "ms", floor, aim, against))
+        rows.append(Row(f"{name}, 99th percentile", sorted(values)[int(len(values) * 0.99) - 1] * 1e3, "ms"))
+    return rows
+
+
 def stop_leader(fleet: Fleet) -> float:
-    """Seconds from SIGSTOP to the first beat answered by another one."""
+    """Return the seconds from SIGSTOP to the first heartbeat answered by another controller."""
     fleet.signal(signal.SIGSTOP)
     started = time.perf_counter()
     fleet.beat(without=fleet.leader)
@@ -226,10 +305,10 @@ def stop_leader(fleet: Fleet) -> float:
 
 
 def rows_of(rounds: list[dict[str, float]], stopped_s: float, nodes: int) -> list[Row]:
-    """Medians are judged, the slowest is shown."""
+    """Return rows with judged medians and the slowest times."""
     rows = []
     for name in (BEAT, REGROUP):
-        values = [one[name] for one in rounds]
+        values = [seconds[name] for seconds in rounds]
         against = f"{nodes} nodes to load; looks 0.1 s apart"
         rows.append(Row(f"{name}, median of {len(values)}", statistics.median(values), "s", FLOOR_S, AIM_S, against))
         rows.append(Row(f"{name}, slowest", max(values), "s"))
@@ -252,17 +331,18 @@ def main(argv: list[str]) -> int:
     ):
         fleet = Fleet(Path(directory), database)
         try:
-            for one in range(CONTROLLERS):
-                fleet.start(one)
+            for index in range(CONTROLLERS):
+                fleet.start(index)
             fleet.form(nodes, progress)
             numbers = progress.track(range(1, rounds + 1), description="leaders killed")
             killed = [kill_leader(fleet, number) for number in numbers]
             fleet.check_generation(rounds + 1)
+            latency = measure_latency(fleet, QUICK_LATENCY_ROUNDS if options.quick else LATENCY_ROUNDS, progress)
             stopped_s = stop_leader(fleet)
         finally:
             fleet.end()
-    title = "From the leader's end to the controller that follows"
-    return finish(title, rows_of(killed, stopped_s, nodes), options.json)
+    rows = [*rows_of(killed, stopped_s, nodes), *latency_rows(latency)]
+    return finish("Latency, and from the leader's end to the controller that follows", rows, options.json)
 
 
 if __name__ == "__main__":

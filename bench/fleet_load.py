@@ -63,7 +63,7 @@ def fleet_of(
         console.log(f"{jobs} job{'s' if jobs > 1 else ''} of {fleet.nodes_of_a_job} nodes form")
         fleet.join()
         if giant:
-            trials.begin(fleet, interval_s)  # everybody comes to its new time, before anybody counts as late
+            trials.begin(fleet, interval_s)  # all agents reach their new time before one counts as late
         yield fleet, Follower(controller)
         status = fleet.status()
         if status["refusals"]:
@@ -81,7 +81,7 @@ def _settings(interval_s: float) -> str:
     if interval_s <= 1.0:
         return f"heartbeat_interval_s = {interval_s}\n"
     return (
-        f"heartbeat_interval_s = {interval_s}\n[policy]\nsuspect_after_s = {2.5 * interval_s}\n"
+        f"heartbeat_interval_s = {interval_s}\n[policy.liveness]\nsuspect_after_s = {2.5 * interval_s}\n"
         f"suspect_after_max_s = {4 * interval_s}\nlost_after_s = {5 * interval_s}\n"
     )
 

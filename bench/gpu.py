@@ -61,7 +61,7 @@ STEPS = (
 
 @dataclass(frozen=True)
 class Done:
-    """What became of a step."""
+    """The outcome of a step."""
 
     name: str
     outcome: str

@@ -39,7 +39,7 @@ def wanted() -> list[str]:
     extras = project["optional-dependencies"]
     found = [*project["dependencies"], *(requirement for name in EXTRAS for requirement in extras[name])]
     kept = {requirement for requirement in found if _name(requirement) not in LEFT_OUT}
-    return [*sorted(kept), *(requirement for requirement in extras["dev"] if _name(requirement) in TESTS)]
+    return [*sorted(kept), *(requirement for requirement in extras["test"] if _name(requirement) in TESTS)]
 
 
 def _name(requirement: str) -> str:

@@ -1,6 +1,6 @@
 """What strangers and stolen tokens cost a controller, over real sockets.
 
-    python -m bench.hostile [--nodes 2000] [--connections 200] [--seconds 15] [--only NAME] [--quick] [--json FILE]
+    python -m bench.hostile [--nodes 2000] [--seconds 15] [--only NAME] [--quick] [--json FILE]
 
 Attacks on one controller process whose fleet beats once a second:
 
@@ -33,7 +33,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
-from everstep_agent.metrics import MetricsServer
 from prometheus_client import CollectorRegistry
 
 from bench.load import messages, trials
@@ -42,15 +41,18 @@ from bench.table import Row, finish, parser_of
 from everstep.bearer_tokens import TokenRole, mint
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.agent import MAX_BODY_BYTES, PREFIX_BYTES, UPGRADE, FrameKind, Register, encode_frame
+from everstep_agent.metrics import MetricsServer
 
 MIB = 1 << 20
 STRANGERS = 10
+CONNECTIONS = 200
+"""Connections of the flood."""
 TRAILERS_BYTES = 15 * MIB
 HEAD_BYTES = 60_000
 PATH = "/v1/nodes?limit=1000"
 POLL_S = 0.02
 SETTLE_S = 2.0
-"""After the trailers: what the controller holds then, it holds until a deadline."""
+"""Seconds after the attack for which the controller's memory is still sampled."""
 ROUTE_STRANGERS = 32
 ROUTES = (
     "/openapi.json",
@@ -86,7 +88,7 @@ def _connected(address: str) -> socket.socket:
 
 
 def trailers(controller: Controller) -> list[Row]:
-    """The growth of the controller's memory under trailers, then under long heads, that nobody asked for."""
+    """Measure the growth of the controller's memory under trailers, then under long heads, without a token."""
     before = controller.resident_bytes()
     head = b"POST /v1/maintenance HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n"
     sent, largest = _pour(controller, head, b"a:b\r\n" * (64 * 1024 // 5), TRAILERS_BYTES)
@@ -103,12 +105,12 @@ def trailers(controller: Controller) -> list[Row]:
 
 
 def _pour(controller: Controller, head: bytes, piece: bytes, most: int) -> tuple[int, int]:
-    """Bytes sent over all connections, and the controller's largest memory meanwhile."""
+    """Return the bytes sent over all connections, and the controller's largest memory meanwhile."""
     sent, largest = 0, 0
     with contextlib.ExitStack() as stack:
         for _ in range(STRANGERS):
             line = stack.enter_context(contextlib.closing(_connected(controller.address)))
-            with contextlib.suppress(OSError):  # it is refused
+            with contextlib.suppress(OSError):  # the controller closes the connection
                 line.sendall(head)
                 for _ in range(most // len(piece)):
                     line.sendall(piece)
@@ -134,17 +136,17 @@ def _status(controller: Controller, request: bytes) -> str:
 
 
 def _session(controller: Controller, more: bytes = b"") -> socket.socket:
-    """A session under the stolen token; ``more`` follows the request for it."""
+    """Open a session with the stolen token, and send ``more`` after its request."""
     token = mint(controller.secret_file.read_bytes().strip(), TokenRole.AGENT, STOLEN)
     line = _connected(controller.address)
     head = f"GET /v1/agents/{STOLEN}/session HTTP/1.1\r\nHost: x\r\nConnection: Upgrade\r\nUpgrade: {UPGRADE}\r\n"
-    with contextlib.suppress(OSError):  # it is closed
+    with contextlib.suppress(OSError):  # the controller closes the connection
         line.sendall(f"{head}Authorization: Bearer {token}\r\n\r\n".encode() + more)
     return line
 
 
 def _is_open(line: socket.socket) -> bool:
-    """Whether the controller has not closed its end."""
+    """Return whether the controller has not closed its end."""
     line.setblocking(False)
     try:
         while line.recv(1 << 16):
@@ -157,7 +159,7 @@ def _is_open(line: socket.socket) -> bool:
 
 
 def sessions(controller: Controller) -> list[Row]:
-    """The growth of memory under unfinished frames, and the sessions that stay open with one agent's token."""
+    """Measure the growth of memory under unfinished frames, and the sessions that stay open with one agent's token."""
     before = largest = controller.resident_bytes()
     unfinished = (MAX_BODY_BYTES + 1).to_bytes(PREFIX_BYTES, "big") + bytes((FrameKind.HEARTBEAT,))
     unfinished += b" " * (UNFINISHED_BYTES - 1)
@@ -177,7 +179,7 @@ def sessions(controller: Controller) -> list[Row]:
 
 
 def texts(controller: Controller, seconds: float) -> list[Row]:
-    """The growth of the log under registrations with a long text."""
+    """Measure the growth of the log under registrations with a long text."""
     log = controller.directory / "controller.log"
     before, sent, incarnation = log.stat().st_size, 0, int(time.time() * 1000)
     end = time.perf_counter() + seconds
@@ -203,15 +205,15 @@ def texts(controller: Controller, seconds: float) -> list[Row]:
 
 
 def routes(fleet: Fleet, seconds: float) -> list[Row]:
-    """Agents' beats beside strangers, for each route: the slowest route's figures, and those of all others."""
+    """Measure agents' heartbeats beside strangers, for each route."""
     rows: list[Row] = []
     for path in (*ROUTES, ONE_REQUEST):
-        with flooded(fleet.controller, ROUTE_STRANGERS, path, "") as told:
+        with flooded(fleet.controller, ROUTE_STRANGERS, path, "") as result:
             time.sleep(0.5)
             fleet.sample()
             time.sleep(seconds)
             beats = fleet.sample()["beats"]
-        against = f"answers: {told['statuses']}"
+        against = f"answers: {result['statuses']}"
         rows.append(Row(f"beats beside {path}, median of {beats.count}", beats.quantile(0.5) * 1e3, "ms", 10.0, 3.0))
         rows.append(Row("the same, 99th percentile", beats.quantile(0.99) * 1e3, "ms", 50.0, 20.0, against))
     return rows
@@ -221,7 +223,7 @@ def routes(fleet: Fleet, seconds: float) -> list[Row]:
 
 
 def scrapes() -> list[Row]:
-    """How long an agent's metrics take beside strangers who connect to its port and say nothing."""
+    """Measure an agent's metrics beside strangers that connect to its port and send nothing."""
     server = MetricsServer("127.0.0.1", 0, lambda: "secret", CollectorRegistry(), SYSTEM_CLOCK)
     request = urllib.request.Request(f"http://{server.address}/metrics", headers={"Authorization": "Bearer secret"})
     waits = []
@@ -245,7 +247,7 @@ def scrapes() -> list[Row]:
 
 
 class _Reader:
-    """A connection that asks, takes the whole answer, and asks again."""
+    """A connection that repeats a request after each complete answer."""
 
     def __init__(self, address: str, request: bytes, statuses: Counter[str]) -> None:
         self.line = _connected(address)
@@ -268,7 +270,7 @@ class _Reader:
                 return
             lines = head.lower().split(b"\r\n")
             self._statuses[head.split(b" ")[1].decode()] += 1
-            self._left = next(int(one[15:]) for one in lines if one.startswith(b"content-length:"))
+            self._left = next(int(line[15:]) for line in lines if line.startswith(b"content-length:"))
             self._head, data = b"", rest
         self._left -= len(data)
         if not self._left and not self._once:
@@ -276,7 +278,7 @@ class _Reader:
 
 
 def _request(path: str, secret_file: str) -> bytes:
-    """The request of a stranger, or of a viewer where there is a secret to mint its token from."""
+    """Return the request of a stranger, or of a viewer if there is a secret to mint its token."""
     lines = [f"GET {path.split(' ')[0]} HTTP/1.1", "Host: x"]
     if secret_file:
         token = mint(Path(secret_file).read_bytes().strip(), TokenRole.VIEWER, "stolen")
@@ -287,7 +289,7 @@ def _request(path: str, secret_file: str) -> bytes:
 
 
 def flood_main(address: str, connections: str, path: str, secret_file: str) -> None:
-    """The process that floods: until its standard input ends. It tells when it has begun, then statuses and bytes."""
+    """Flood the controller until standard input ends. Print a line at the beginning, then statuses and bytes."""
     request = _request(path, secret_file)
     statuses: Counter[str] = Counter()
     total = 0
@@ -321,32 +323,32 @@ def flood_main(address: str, connections: str, path: str, secret_file: str) -> N
 
 @contextlib.contextmanager
 def flooded(controller: Controller, connections: int, path: str, secret_file: str) -> Iterator[dict[str, object]]:
-    """While a process floods the controller; what it was answered is in the dictionary afterwards."""
-    told: dict[str, object] = {}
+    """Flood the controller from a process inside the block. The dictionary has its answers afterwards."""
+    result: dict[str, object] = {}
     command = [sys.executable, "-m", "bench.hostile", "flood", controller.address, str(connections), path, secret_file]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None
     assert process.stdin is not None
     try:
-        process.stdout.readline()  # it is connected
-        yield told
+        process.stdout.readline()  # the process is connected
+        yield result
         process.stdin.close()
-        told |= json.loads(process.stdout.readline())
+        result |= json.loads(process.stdout.readline())
     finally:
         process.kill()
         process.wait()
 
 
-def flood(fleet: Fleet, connections: int, seconds: float, rounds: int) -> list[Row]:
-    """Agents' beats, and a rank's loss, without and beside the flood."""
+def flood(fleet: Fleet, seconds: float, rounds: int) -> list[Row]:
+    """Measure agents' heartbeats and a rank's loss, without and beside the flood."""
     controller = fleet.controller
     trials.begin(fleet, 1.0)
     rows = _measured(fleet, "in calm", seconds, rounds, None, None)
-    with flooded(controller, connections, PATH, str(controller.secret_file)) as told:
+    with flooded(controller, CONNECTIONS, PATH, str(controller.secret_file)) as result:
         time.sleep(2.0)
         fleet.sample()
-        beside = _measured(fleet, f"beside {connections} connections", seconds, rounds, 100.0, 25.0)
-    answered = f"answers: {told['statuses']}, {int(str(told['bytes'])) / MIB:.0f} MiB"
+        beside = _measured(fleet, f"beside {CONNECTIONS} connections", seconds, rounds, 100.0, 25.0)
+    answered = f"answers: {result['statuses']}, {int(str(result['bytes'])) / MIB:.0f} MiB"
     grown = Row("memory beside the flood", controller.resident_bytes() / MIB, "MiB", against=answered)
     return [*rows, *beside, grown]
 
@@ -371,7 +373,6 @@ def _measured(
 def main() -> int:
     parser = parser_of("hostile", __doc__)
     parser.add_argument("--nodes", type=int, default=2000)
-    parser.add_argument("--connections", type=int, default=200)
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--settings", default="", help="lines of TOML for the controller")
@@ -389,7 +390,7 @@ def main() -> int:
         fleet.open()
         fleet.join()
         attacks: dict[str, Callable[[], list[Row]]] = {
-            "flood": lambda: flood(fleet, options.connections, options.seconds, options.rounds),
+            "flood": lambda: flood(fleet, options.seconds, options.rounds),
             "routes": lambda: routes(fleet, options.seconds / 3),
             "sessions": lambda: sessions(controller),
             "scrapes": scrapes,

@@ -2,11 +2,14 @@
 
     python -m bench.recovery [--quick] [--repeats 10] [--no-peers] [--json FILE]
     python -m bench.recovery --scripts ddp,hsdp,lightning,transformers,compile [--repeats 5]
+    python -m bench.recovery --sizes 2.1M,25M,100M [--repeats 30]
 
-Four ranks on this machine train 2.1 M parameters (``bench/workload.py``); the victim signals itself and notes the
-time just before. Rows ``... abort``, ``... rendezvous`` and so on are the slowest rank's share of the median recovery,
-as the controller's log tells it. ``--scripts`` measures these kinds of scripts instead, with rank 3 killed between
-steps.
+Four ranks on this machine train 2.1 M parameters (`bench.recovery_rows.workload`); the victim signals itself and notes
+the time just before. Rows ``... abort``, ``... rendezvous`` and so on are the slowest rank's share of the median
+recovery, as the controller's log tells it. Rows ``SIGKILL with ...`` are of `bench.recovery_rows.deaths` (``--only
+deaths``). ``--scripts`` measures these kinds of scripts instead, with rank 3 killed between steps. ``--sizes`` measures
+DDP with models of these numbers of parameters instead. There rank 3 is killed as soon as it has finished a step, so
+that it has stored nothing of it. 100M takes 13 GiB of memory.
 """
 
 from __future__ import annotations
@@ -15,13 +18,14 @@ import signal
 import statistics
 import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 
 from rich.progress import Progress
 
-from bench import everstep_runs as ours
 from bench.peers import run as peers
-from bench.plain_runs import plain_step_seconds
-from bench.recoveries import Recovered
+from bench.recovery_rows import deaths
+from bench.recovery_rows import everstep_runs as ours
+from bench.recovery_rows.recoveries import Recovered
 from bench.table import Row, finish, parser_of, write_json
 
 KILL_FLOOR_S, KILL_AIM_S = 0.5, 0.15
@@ -38,6 +42,12 @@ CASES = (
     ("ddp", 2, "between", "STOP"),
 )
 SCRIPTS = ("ddp", "hsdp", "lightning", "transformers", "compile")
+SIZES = {
+    "2.1M": ours.Place(apart=30),  # a node that loses 30 ranks within 60 s fails its job
+    "25M": ours.Place(layers=6, width=2048, first=10, apart=5),
+    "100M": ours.Place(layers=24, width=2048, first=8, apart=3),
+}
+SIZE_PATIENCE_S = 390.0
 SCRIPT_APART, SCRIPT_PATIENCE_S = 150, 900.0
 """Steps from one fault to the next: standbys of these scripts import for seconds. A compilation takes up to minutes."""
 
@@ -46,7 +56,7 @@ def spread(
     name: str, recovered: Iterable[Recovered], *, floor: float | None, aim: float | None, against: str
 ) -> list[Row]:
     """Minimum, median and maximum of one case; only the median is judged. A fault never recovered from counts as no."""
-    seconds = [one.seconds for one in recovered]
+    seconds = [recovery.seconds for recovery in recovered]
     known = [value for value in seconds if value is not None]
     median = statistics.median(known) if known and len(known) == len(seconds) else None
     return [
@@ -63,7 +73,7 @@ def case(layout: str, victim: int, where: str, signal_name: str, repeats: int) -
     stop = signal_name == "STOP"
     floor, aim = (STOP_FLOOR_S, STOP_AIM_S) if stop else (KILL_FLOOR_S, KILL_AIM_S)
     rows = spread(name, outcome.recovered, floor=floor, aim=aim, against="torchft tuned 0.19-0.34 s (facts), below")
-    lost = max((one.steps_lost for one in outcome.recovered), default=0)
+    lost = max((recovery.steps_lost for recovery in outcome.recovered), default=0)
     rows.append(Row(f"{name}, finished steps lost (most)", lost, "steps", 0, 0))
     return rows + phases(name, outcome)
 
@@ -85,6 +95,16 @@ def script(layout: str, repeats: int) -> list[Row]:
     """Recoveries of one kind of script, with their phases."""
     outcome = ours.faults(layout, 3, "between", "KILL", repeats, ours.Place(apart=SCRIPT_APART), SCRIPT_PATIENCE_S)
     return spread(layout, outcome.recovered, floor=None, aim=None, against="") + phases(layout, outcome)
+
+
+def size(label: str, repeats: int) -> list[Row]:
+    """Recoveries with a model of this size beside an ordinary step, their phases, and the finished steps lost."""
+    recovered, accounts, step_s = ours.faults_by_size(SIZES[label], repeats, SIZE_PATIENCE_S)
+    rows = spread(f"ddp {label}", recovered, floor=None, aim=None, against="")
+    rows.append(Row(f"ddp {label}, ordinary step, median", step_s, "s"))
+    lost = sum(recovery.steps_lost for recovery in recovered)
+    rows.append(Row(f"ddp {label}, finished steps lost in {len(recovered)} kills", lost, "steps", 0, 0))
+    return rows + phases(f"ddp {label}", ours.Outcome(recovered, accounts))
 
 
 def controller(away_s: float) -> list[Row]:
@@ -111,22 +131,6 @@ def controller(away_s: float) -> list[Row]:
     ]
 
 
-def hook_cost(steps: int) -> list[Row]:
-    """The hooks' cost per step: the same loop with and without them, in turns so that drift hits both."""
-    plain, hooked = [], []
-    for _ in range(2):
-        plain += plain_step_seconds(steps)
-        hooked += ours.steady_step_s("ddp", steps)
-    ratio = statistics.median(hooked) / statistics.median(plain) - 1
-    return [
-        Row(
-            "step without hooks, median", statistics.median(plain) * 1000, "ms", against="plain DistributedDataParallel"
-        ),
-        Row("step with hooks and a snapshot every step, median", statistics.median(hooked) * 1000, "ms"),
-        Row("hooks' cost per step", ratio * 100, "%", 10, 2, "plain DistributedDataParallel"),
-    ]
-
-
 def footprint(seconds: float) -> list[Row]:
     """The agent with eight virtual GPUs."""
     resident, share = ours.agent_footprint(seconds)
@@ -140,11 +144,11 @@ def peer_rows(repeats: int) -> list[Row]:
     """The peers, in the same run on the same machine."""
     rows = []
     for victim, where in ((3, "between"), (3, "backward"), (0, "between")):
-        found = [one for _ in range(repeats) for one in peers.torchft(victim, where)]
+        found = [recovery for _ in range(repeats) for recovery in peers.torchft(victim, where)]
         rows += spread(f"torchft 0.2.0 tuned, rank {victim} {where}", found, floor=None, aim=None, against="peer")
-    found = [one for _ in range(max(1, repeats // 3)) for one in peers.torchrun(3, "between")]
+    found = [recovery for _ in range(max(1, repeats // 3)) for recovery in peers.torchrun(3, "between")]
     rows += spread("torchrun, restart all, torch.save every 10", found, floor=None, aim=None, against="peer")
-    lost = max(one.steps_lost for one in found)
+    lost = max(recovery.steps_lost for recovery in found)
     return [*rows, Row("torchrun, finished steps lost (most)", lost, "steps", against="peer")]
 
 
@@ -158,22 +162,29 @@ def main(argv: list[str]) -> int:
         type=lambda text: text.split(","),
         help=f"measure these kinds of scripts alone: {','.join(SCRIPTS)}",
     )
+    parser.add_argument(
+        "--sizes", type=lambda text: text.split(","), help=f"measure these sizes of a model alone: {','.join(SIZES)}"
+    )
     options = parser.parse_args(argv)
+    if unknown := set(options.sizes or ()) - set(SIZES):
+        parser.error(f"--sizes {','.join(sorted(unknown))}: known are {', '.join(SIZES)}")
     if unknown := set(options.scripts or ()) - set(SCRIPTS):
         parser.error(f"--scripts {','.join(sorted(unknown))}: known are {', '.join(SCRIPTS)}")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     repeats = 3 if options.quick else options.repeats
     parts: list[tuple[str, Callable[[], list[Row]]]] = [
-        (f"{layout} SIG{name} rank {victim} {where}", lambda c=(layout, victim, where, name): case(*c, repeats))  # type: ignore[misc]
+        (f"{layout} SIG{name} rank {victim} {where}", partial(case, layout, victim, where, name, repeats))
         for layout, victim, where, name in (CASES[:2] + CASES[5:6] if options.quick else CASES)
     ]
+    parts.append(("deaths", lambda: deaths.rows(repeats)))
     parts.append(("controller", lambda: controller(4 if options.quick else 10)))
-    parts.append(("hooks", lambda: hook_cost(100 if options.quick else 300)))
     parts.append(("agent", lambda: footprint(10 if options.quick else 60)))
     if not options.no_peers:
         parts.append(("peers", lambda: peer_rows(repeats)))
     if options.scripts:
         parts = [(layout, lambda layout=layout: script(layout, repeats)) for layout in options.scripts]  # type: ignore[misc]
+    if options.sizes:
+        parts = [(label, lambda label=label: size(label, repeats)) for label in options.sizes]  # type: ignore[misc]
     parts = [part for part in parts if not options.only or options.only in part[0]]
     rows: list[Row] = []
     with Progress() as progress:

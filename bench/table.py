@@ -57,7 +57,7 @@ def _number(value: float | None) -> str:
 
 
 def machine() -> dict[str, object]:
-    """What the figures were taken on."""
+    """Return a description of this machine."""
     model = next(
         (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "unknown"
     )
@@ -81,7 +81,7 @@ def versions() -> dict[str, str]:
 
 
 def parser_of(name: str, text: str | None) -> argparse.ArgumentParser:
-    """Of ``python -m bench.NAME``, with the flags every bench has; its docstring, ``text``, is its help."""
+    """Return the parser of ``python -m bench.NAME`` with the common flags, and the docstring ``text`` as its help."""
     parser = argparse.ArgumentParser(
         prog=f"python -m bench.{name}", description=text, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 
 from bench.peers import run as peers
-from bench.recoveries import Recovered
+from bench.recovery_rows.recoveries import Recovered
 
 LAUNCHERS: dict[str, Callable[[], list[Recovered]]] = {
     "torchrun": partial(peers.torchrun, 3, "between"),
@@ -32,7 +32,7 @@ def main() -> None:
             took[name] += kill()
             print(f"{name}: {took[name][-1]}", flush=True)
     for name, found in took.items():
-        seconds = [one.seconds for one in found if one.seconds is not None]
+        seconds = [recovery.seconds for recovery in found if recovery.seconds is not None]
         spread = (
             f"median {statistics.median(seconds):.2f} s, {min(seconds):.2f} to {max(seconds):.2f} s" if seconds else ""
         )

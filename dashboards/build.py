@@ -226,11 +226,14 @@ def filled_in(expression: str, **values: str) -> str:
 def queries(**values: str) -> list[str]:
     """Return every panel's PromQL of all dashboards, with its variables filled in as by ``filled_in``."""
     return [
-        filled_in(expression, **values) for one in DASHBOARDS for panel in one.panels for expression, _ in panel.queries
+        filled_in(expression, **values)
+        for dashboard in DASHBOARDS
+        for panel in dashboard.panels
+        for expression, _ in panel.queries
     ]
 
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
-    for one in DASHBOARDS:
-        (FOLDER / f"{one.name}.json").write_text(text(one))
+    for dashboard in DASHBOARDS:
+        (FOLDER / f"{dashboard.name}.json").write_text(text(dashboard))

@@ -164,7 +164,7 @@ AGENTS = (
     ),
     Panel(
         "Event log entries suppressed",
-        "Audit entries per hour that a node's rate limit suppressed. Some node reports without end.",
+        "Event log entries per hour that a node's rate limit suppressed. Some node reports without end.",
         ((f"sum(increase({C}events_suppressed_total[1h]))", "suppressed"),),
         thresholds=above(1, 100),
     ),

@@ -1,4 +1,4 @@
-"""The dashboard for whoever is on call: which node is out, why, since when, and what comes next."""
+"""The dashboard for the person on call: which node is out, why, since when, and what comes next."""
 
 from __future__ import annotations
 

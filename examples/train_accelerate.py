@@ -13,11 +13,11 @@ import time
 
 import torch
 from accelerate import Accelerator
-from everstep_trainer.integrations.accelerate import track  # everstep
 from final_line import print_final
 from torch.utils.data import DataLoader, TensorDataset
 
 import everstep  # everstep
+from everstep_trainer.integrations.accelerate import track  # everstep
 
 SAMPLES, FEATURES, CLASSES, BATCH = 256, 16, 4, 8
 

@@ -13,11 +13,11 @@ import time
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
-from everstep_trainer.memory_tier.dcp import VaultLoadPlanner, VaultReader, VaultSavePlanner, VaultWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 
 import everstep
+from everstep_trainer.memory_tier.dcp import VaultLoadPlanner, VaultReader, VaultSavePlanner, VaultWriter
 
 PARSER = argparse.ArgumentParser(description=__doc__.splitlines()[0])
 PARSER.add_argument("--steps", type=int, default=300)

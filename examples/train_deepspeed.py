@@ -14,11 +14,11 @@ import time
 import deepspeed
 import torch
 from corpus import Windows, standard_library
-from everstep_trainer.integrations.deepspeed import micro_batches, reset_deepspeed, track_engine  # everstep
 from final_line import digest, print_line
 from gpt import GPT, GPTConfig, next_byte_loss
 
 import everstep  # everstep
+from everstep_trainer.integrations.deepspeed import micro_batches, reset_deepspeed, track_engine  # everstep
 
 
 def arguments() -> argparse.Namespace:

@@ -12,12 +12,12 @@ import argparse
 import time
 
 import torch
-from everstep_trainer.integrations.fabric import everstep_strategy, track  # everstep
 from final_line import print_final
 from lightning.fabric import Fabric
 from torch.utils.data import DataLoader, TensorDataset
 
 import everstep  # everstep
+from everstep_trainer.integrations.fabric import everstep_strategy, track  # everstep
 
 SAMPLES, FEATURES, CLASSES, BATCH = 256, 16, 4, 8
 

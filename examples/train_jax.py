@@ -18,12 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import xxhash
-from everstep_trainer.integrations.jax import Pytree, distributed  # everstep
 from final_line import print_line
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 import everstep  # everstep
+from everstep_trainer.integrations.jax import Pytree, distributed  # everstep
 
 WIDTH, SAMPLES, BATCH = 64, 4096, 32
 

@@ -12,12 +12,12 @@ import argparse
 import time
 
 import torch
-from everstep_trainer.integrations.lightning import everstep_strategy  # everstep
 from final_line import print_final
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch.utils.data import DataLoader, TensorDataset
 
 import everstep  # everstep
+from everstep_trainer.integrations.lightning import everstep_strategy  # everstep
 
 SAMPLES, FEATURES, CLASSES, BATCH = 256, 16, 4, 8
 

@@ -19,7 +19,6 @@ import torch
 import torch.distributed as dist
 import xxhash
 from corpus import Windows, standard_library
-from everstep_trainer.integrations.megatron import initialize_megatron, seeded_steps, track_megatron
 from final_line import print_line
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -31,6 +30,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 
 import everstep
+from everstep_trainer.integrations.megatron import initialize_megatron, seeded_steps, track_megatron
 
 SEED = 17
 CONTEXT = 32

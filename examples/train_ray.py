@@ -18,8 +18,9 @@ import ray
 import ray.train
 import torch
 import xxhash
-from everstep_trainer.integrations.ray import EverstepConfig  # everstep
 from ray.train.torch import TorchTrainer
+
+from everstep_trainer.integrations.ray import EverstepConfig  # everstep
 
 sys.path.insert(0, str(Path(__file__).parent))
 from corpus import Windows, standard_library

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from everstep_trainer.integrations.torchtitan import build_trainer  # everstep
 from final_line import digest, print_line
 from torchtitan.components.metrics import BaseLogger
 from torchtitan.components.tokenizer import BaseTokenizer
@@ -28,6 +27,7 @@ from torchtitan.hf_datasets import DatasetConfig
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
 import everstep  # everstep
+from everstep_trainer.integrations.torchtitan import build_trainer  # everstep
 
 LAYERS, LENGTH, BATCH = 2, 32, 4  # small enough for CPUs
 RECIPE = ["--module", "llama3", "--config", "llama3_debugmodel", "--dataloader.dataset", "sentences"]

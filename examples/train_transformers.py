@@ -13,12 +13,12 @@ import time
 from typing import Any
 
 import torch
-from everstep_trainer.integrations.transformers import attach  # everstep
 from final_line import print_final
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import everstep  # everstep
+from everstep_trainer.integrations.transformers import attach  # everstep
 
 SAMPLES, WORDS, LENGTH, BATCH = 256, 37, 8, 8
 

@@ -67,9 +67,9 @@ class CalmRows:
         found = run_program(program, self._logs)
         plain = run_plainly(program) if self._with_plain and program.is_comparable else None
         harms = self._harms[program.name] = find_harm(program, found, plain)
-        against = "; ".join(f"{one.harm}: {one.sentence}" for one in harms)[:400]
+        against = "; ".join(f"{harm.harm}: {harm.sentence}" for harm in harms)[:400]
         seconds = ", ".join(f"{evidence.seconds:.0f} s" for evidence in found)
-        return [Row(name, sum(one.count for one in harms), "harms", 0, 0, against or seconds)]
+        return [Row(name, sum(harm.count for harm in harms), "harms", 0, 0, against or seconds)]
 
     def totals(self) -> list[Row]:
         """Return the sums over all programs that were run."""
@@ -78,7 +78,7 @@ class CalmRows:
         harmed = sum(bool(harms) for harms in self._harms.values())
         rows = [Row(f"calm: programs harmed, of {len(self._harms)}", harmed, "programs", 0, 0)]
         for kind in Harm:
-            count = sum(one.count for harms in self._harms.values() for one in harms if one.harm is kind)
+            count = sum(harm.count for harms in self._harms.values() for harm in harms if harm.harm is kind)
             rows.append(Row(f"calm: {kind}", count, "", 0, 0))
         return rows
 
@@ -87,7 +87,7 @@ def choose(measures: list[Measure], patterns: list[str]) -> list[Measure]:
     """Return the measures whose names match one of the patterns; all without patterns."""
     if not patterns:
         return measures
-    return [one for one in measures if any(fnmatchcase(one.name, pattern) for pattern in patterns)]
+    return [measure for measure in measures if any(fnmatchcase(measure.name, pattern) for pattern in patterns)]
 
 
 def main(argv: list[str]) -> int:

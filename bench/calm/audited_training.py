@@ -5,32 +5,30 @@ The ranks use `everstep.Run` with a session that stores nothing, so that audits 
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import tempfile
-import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from everstep_trainer.parallel.replicas import RankContext
-from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import TrainingSession
-from everstep_trainer.sdc.audit import Mismatch
-from everstep_trainer.sdc.compute_kind import compute_kind
 from torch import nn
+from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import init_device_mesh
 
+from bench.processes import ProcessPool, RankFailed
 from everstep.wire.v1.training import SdcPreset
+from everstep_trainer.parallel.replicas import RankContext
+from everstep_trainer.run import Run
+from everstep_trainer.sdc.audit import Mismatch
+from everstep_trainer.sdc.compute_kind import compute_kind
+from everstep_trainer.session.generation_session import TrainingSession
 
 RANKS, STEPS = 3, 40
 BATCH, WIDTH, CLASSES = 64, 64, 10
-ANSWER_S, LEAVE_S = 240.0, 5.0
 AUDIT_EVERY = 1
-"""Steps from one audit of a link to the next: each step, so that a short run has many."""
+"""Steps from one audit to the next of its kind: each step, so that a short run has many."""
 
 
 @dataclass
@@ -41,7 +39,7 @@ class Record:
         statements: By step, each rank's statements.
         kinds: What each rank computes with.
         steps: The last step that all ranks finished.
-        failure: The traceback of the rank that ended the run; empty if none did.
+        failure: The traceback of the rank that ended the run; empty if none did. Then nothing else is known.
     """
 
     statements: dict[int, list[tuple[int, Mismatch]]] = field(default_factory=dict)
@@ -76,7 +74,7 @@ class RecordingSession(TrainingSession):
         gathered: list[Any] = [None] * RANKS
         dist.all_gather_object(gathered, self._said)
         self._said = []
-        self._record.statements[step] = [(rank, one) for rank, said in enumerate(gathered) for one in said]
+        self._record.statements[step] = [(rank, statement) for rank, said in enumerate(gathered) for statement in said]
 
 
 def node_of(rank: int) -> str:
@@ -85,7 +83,7 @@ def node_of(rank: int) -> str:
 
 
 class AuditedTraining:
-    """What an honest program gets: the run, and short ways to build and to train."""
+    """An honest program's interface: the run, and short functions to build and to train."""
 
     def __init__(self, run: Run, preset: SdcPreset) -> None:
         self.run, self.rank, self._preset = run, run.rank, preset
@@ -95,11 +93,11 @@ class AuditedTraining:
         return self.run.replicate(model) if exact else nn.parallel.DistributedDataParallel(model)
 
     def track(self, **objects: Any) -> None:
-        """Track objects, with an audit of each link every second step."""
-        from everstep_trainer.sdc.presets import link_options
+        """Track objects, with an audit of each kind every second step."""
+        from everstep_trainer.sdc.presets import audit_options
 
-        links = {str(link): {"interval": AUDIT_EVERY} for link in link_options(self._preset)}
-        self.run.track(sdc=self._preset, sdc_links=links, **objects)
+        audits = {str(kind): {"interval": AUDIT_EVERY} for kind in audit_options(self._preset)}
+        self.run.track(sdc=self._preset, sdc_audits=audits, **objects)
 
     def build(self, model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **others: Any) -> Any:
         """Replicate and track a model, and an optimizer, by default AdamW. Return both."""
@@ -127,61 +125,27 @@ def mlp(middle: nn.Module | None = None) -> nn.Sequential:
 
 def train(name: str, preset: SdcPreset) -> Record:
     """Train an honest program on all ranks; return what they stated."""
-    context = mp.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "torch._dynamo"])
-    record = Record()
-    with tempfile.TemporaryDirectory(prefix="calm-") as folder:
-        pipes: list[Connection] = []
-        processes = []
-        for rank in range(RANKS):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(theirs, folder, rank, name, preset), daemon=True)
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        failures, limit_s = [], ANSWER_S
-        for rank, pipe in enumerate(pipes):
-            try:
-                failure, record = pipe.recv() if pipe.poll(limit_s) else (f"rank {rank} did not end", record)
-            except EOFError:
-                failure = f"rank {rank} died"
-            if failure:
-                failures.append(failure)
-                limit_s = LEAVE_S
-        for process in processes:
-            process.join(LEAVE_S)
-            if process.is_alive():
-                process.kill()
-                process.join()
-    record.failure = min(failures, key=_is_consequence, default="")
-    return record
+    with tempfile.TemporaryDirectory(prefix="calm-") as folder, ProcessPool([__name__, "torch._dynamo"]) as pool:
+        try:
+            records: list[Record] = pool.run(_train_rank, [(folder, rank, name, preset) for rank in range(RANKS)])
+        except RankFailed as failed:
+            return Record(kinds=[""] * RANKS, failure=str(failed))
+    return records[0]
 
 
-def _is_consequence(failure: str) -> bool:
-    """Return whether a failure rather follows from another rank's."""
-    return "did not end" in failure or "Connection" in failure
-
-
-def _rank(pipe: Connection, folder: str, rank: int, name: str, preset: SdcPreset) -> None:
+def _train_rank(folder: str, rank: int, name: str, preset: SdcPreset) -> Record:
     from bench.calm.honest_programs import HONEST
 
     program = HONEST[name]
     if rank == RANKS - 1:
         os.environ.update(program.environment_of_last_rank)
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
-    record, failure = Record(kinds=[""] * RANKS), ""
-    try:
-        dist.all_gather_object(record.kinds, compute_kind(torch.device("cpu")))
-        context = RankContext(rank=rank, world_size=RANKS, mesh=lambda: init_device_mesh("cpu", (RANKS,)))
-        run = Run(context, RecordingSession(record))
-        program.train(AuditedTraining(run, preset))
-        run.close()
-    except Exception:  # noqa: BLE001 - handed to the parent whole
-        failure = traceback.format_exc()
-    pipe.send((failure, record))
-    pipe.close()
-    if not failure:
-        dist.destroy_process_group()
+    dist.init_process_group("gloo", store=FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
+    record = Record(kinds=[""] * RANKS)
+    dist.all_gather_object(record.kinds, compute_kind(torch.device("cpu")))
+    context = RankContext(rank=rank, world_size=RANKS, mesh=lambda: init_device_mesh("cpu", (RANKS,)))
+    run = Run(context, RecordingSession(record))
+    program.train(AuditedTraining(run, preset))
+    run.close()
+    dist.destroy_process_group()
+    return record

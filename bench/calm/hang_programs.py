@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,9 +63,9 @@ class _HangCatalogue:
 
 
 CATALOGUE = _HangCatalogue()
-stopped = {"floor_s": 1.5, "aim_s": 0.7}
-decidable = {"floor_s": 10.0, "aim_s": 3.0}
-undecidable = {"floor_s": 90.0, "aim_s": 60.0}
+stopped: dict[str, Any] = {"floor_s": 1.5, "aim_s": 0.7}
+decidable: dict[str, Any] = {"floor_s": 10.0, "aim_s": 3.0}
+undecidable: dict[str, Any] = {"floor_s": 90.0, "aim_s": 60.0}
 
 
 def hang_rank_1(run: everstep.Run, diary: Diary, hang: Callable[[], object]) -> None:

@@ -139,7 +139,7 @@ def until_the_end(events: list[Event]) -> Iterator[Event]:
 def is_accusation(kind: str, detail: dict[str, str]) -> bool:
     """Return whether an event says that something is wrong with a node or a rank."""
     if kind == "finding":
-        return detail.get("key", "").startswith(tuple(f"{one}/" for one in ACCUSING_FINDINGS))
+        return detail.get("key", "").startswith(tuple(f"{kind_name}/" for kind_name in ACCUSING_FINDINGS))
     return kind.startswith(ACCUSING_EVENTS) and not kind.startswith(ACQUITTALS)
 
 

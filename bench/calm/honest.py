@@ -35,13 +35,13 @@ class HonestRows:
         found = self._sentences.values()
         if not found:
             return []
-        harmed = sum(bool(one.strikes or one.evictions or one.failed) for one in found)
+        harmed = sum(bool(result.strikes or result.evictions or result.failed) for result in found)
         return [
             Row(f"honest: programs harmed, of {len(found)}", harmed, "programs", 0, 0),
-            Row("honest: strikes", sum(one.strikes for one in found), "", 0, 0),
-            Row("honest: evictions", sum(one.evictions for one in found), "", 0, 0),
-            Row("honest: jobs failed", sum(one.failed for one in found), "", 0, 0),
-            Row("honest: regroups", sum(one.regroups for one in found), "", 0, 0),
+            Row("honest: strikes", sum(result.strikes for result in found), "", 0, 0),
+            Row("honest: evictions", sum(result.evictions for result in found), "", 0, 0),
+            Row("honest: jobs failed", sum(result.failed for result in found), "", 0, 0),
+            Row("honest: regroups", sum(result.regroups for result in found), "", 0, 0),
         ]
 
 

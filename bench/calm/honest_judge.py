@@ -7,17 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from everstep_controller.core.effects import Effect, PutVerdict
-from everstep_controller.core.engine import apply_heartbeat, handle, next_deadline
-from everstep_controller.core.events import AgentRegistered, ControllerStarted, Event, ReportArrived, Tick
-from everstep_controller.core.policy import CorePolicy
-from everstep_controller.core.startup import restore_state
-from everstep_controller.rulebook import with_rules
 
 from bench.calm.audited_training import RANKS, Record, node_of
 from everstep.vocabulary import Decision, JobState
 from everstep.wire.v1.agent import Register
 from everstep.wire.v1.training import AuditStatement, JobSpec, LauncherJoined, Resumed
+from everstep_controller.core.effects import Effect, PutVerdict
+from everstep_controller.core.engine import apply_heartbeat, handle, next_deadline
+from everstep_controller.core.events import AgentRegistered, ControllerStarted, Event, ReportArrived, Tick
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.core.startup import restore_state
+from everstep_controller.policy.rulebook import with_rules
 
 JOB = "honest"
 START = 1_700_000_000.0
@@ -49,7 +49,7 @@ class _Court:
 
     def __init__(self, kinds: Sequence[str]) -> None:
         self._kinds = kinds
-        policy = msgspec.structs.replace(CorePolicy(), lost_after_s=1e6)
+        policy = CorePolicy().with_values(liveness={"lost_after_s": 1e6})
         self._state, self._now, self._number = restore_state(with_rules(policy)), START, 0
         self._nodes = [node_of(rank) for rank in range(RANKS)]
         self._verdicts: list[PutVerdict] = []
@@ -82,7 +82,7 @@ class _Court:
     def sentence(self) -> Sentence:
         """Return the harm so far."""
         job = self._state.jobs[JOB]
-        evicted = [one.verdict for one in self._verdicts if one.verdict.decision in EVICTING]
+        evicted = [verdict.verdict for verdict in self._verdicts if verdict.verdict.decision in EVICTING]
         words = [job.status.sentence] if job.status.state is JobState.FAILED else []
         words += [str(verdict.sentence) for verdict in evicted]
         words += [words_of_strike for _, _, words_of_strike in sorted(self._strikes)]
@@ -102,9 +102,9 @@ class _Court:
 
     def _feed(self, event: Event) -> None:
         effects: list[Effect] = handle(self._state, event, self._now)
-        self._verdicts += [one for one in effects if isinstance(one, PutVerdict)]
+        self._verdicts += [effect for effect in effects if isinstance(effect, PutVerdict)]
         for name, node in self._state.nodes.items():
-            self._strikes |= {(name, one.at, one.sentence) for one in node.audits.strikes}
+            self._strikes |= {(name, strike.at, strike.sentence) for strike in node.audits.strikes}
 
     def _pass(self, seconds: float) -> None:
         """Let time pass: nodes send heartbeats, and ranks of a new generation resume."""

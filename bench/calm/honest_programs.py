@@ -6,7 +6,7 @@ import copy
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -48,12 +48,17 @@ def honest(sentence: str, **options: Any) -> Callable[[Train], Train]:
     return added
 
 
+def update(loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Compute gradients, update the parameters, and clear the gradients."""
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
 def learn(training: AuditedTraining, replicas: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Train the usual loop."""
     for _ in training.steps():
-        training.loss(replicas).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(training.loss(replicas), optimizer)
 
 
 # ---- models
@@ -92,7 +97,8 @@ class _Tied(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         tokens = x[:, :4].abs().mul(3).long() % CLASSES
-        return self.head(torch.tanh(self.layer(self.embedding(tokens).mean(1))))
+        out: torch.Tensor = self.head(torch.tanh(self.layer(self.embedding(tokens).mean(1))))
+        return out
 
 
 @honest("The head shares its weight with the embedding.")
@@ -118,7 +124,8 @@ class _Recurrent(nn.Module):
         self.head = nn.Linear(32, CLASSES)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(self.cells(x.unflatten(1, (4, 16)))[0][:, -1])
+        out: torch.Tensor = self.head(self.cells(x.unflatten(1, (4, 16)))[0][:, -1])
+        return out
 
 
 @honest("An LSTM.")
@@ -137,7 +144,8 @@ def gru_with_carried_state(training: AuditedTraining) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             outputs, state = self.cells(x.unflatten(1, (4, 16)), self.state)
             self.state = state.detach()
-            return self.head(outputs[:, -1])
+            out: torch.Tensor = self.head(outputs[:, -1])
+            return out
 
     learn(training, *training.build(Carried(nn.GRU)))
 
@@ -172,14 +180,16 @@ class _Double(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         (x,) = ctx.saved_tensors
-        return gradient * 2 * (x.abs() <= 2)
+        out: torch.Tensor = gradient * 2 * (x.abs() <= 2)
+        return out
 
 
 @honest("A function with a backward pass of its own.")
 def custom_function(training: AuditedTraining) -> None:
     class Layer(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return _Double.apply(x)
+            out: torch.Tensor = _Double.apply(x)
+            return out
 
     learn(training, *training.build(mlp(Layer())))
 
@@ -223,7 +233,8 @@ def stochastic_depth(training: AuditedTraining) -> None:
             self.inner = nn.Linear(128, 128)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x + self.inner(x) * float(random.random() < 0.5)
+            out: torch.Tensor = x + self.inner(x) * float(random.random() < 0.5)
+            return out
 
     learn(training, *training.build(mlp(Layer())))
 
@@ -235,7 +246,8 @@ class _Checkpointed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.inner[0](x)
-        return self.inner[3:](checkpoint(self.inner[1:3], x, use_reentrant=self._reentrant))
+        out: torch.Tensor = self.inner[3:](checkpoint(self.inner[1:3], x, use_reentrant=self._reentrant))
+        return out
 
 
 @honest("Activations are computed again in the backward pass.")
@@ -257,9 +269,7 @@ def autocast(training: AuditedTraining) -> None:
     for _ in training.steps():
         with torch.autocast("cpu", torch.bfloat16):
             loss = training.loss(replicas)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(loss, optimizer)
 
 
 @honest("The loss is scaled; a step whose gradients overflow on one rank is left out on all.")
@@ -287,9 +297,7 @@ def bfloat16_parameters(training: AuditedTraining) -> None:
     replicas, optimizer = training.build(model)
     for _ in training.steps():
         inputs = torch.randn(BATCH, WIDTH).bfloat16()
-        nn.functional.cross_entropy(replicas(inputs).float(), torch.randint(CLASSES, (BATCH,))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(nn.functional.cross_entropy(replicas(inputs).float(), torch.randint(CLASSES, (BATCH,))), optimizer)
 
 
 @honest("From step 20 on layers compute with quantised inputs and weights, by another forward.")
@@ -300,16 +308,14 @@ def fake_quantisation(training: AuditedTraining) -> None:
     def quantised(value: torch.Tensor) -> torch.Tensor:
         return value + ((value * 16).round() / 16 - value).detach()
 
-    def forward_of(layer: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    def forward_of(layer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda x: nn.functional.linear(quantised(x), quantised(layer.weight), layer.bias)
 
     for step in training.steps():
         if step == 20:
             for number in (0, 3, 5):
                 model[number].forward = forward_of(model[number])
-        training.loss(replicas).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(training.loss(replicas), optimizer)
 
 
 # ---- gradients
@@ -345,10 +351,8 @@ def clipping_in_a_hook_of_the_optimizer(training: AuditedTraining) -> None:
     for step in training.steps():
         if step == 20:
             with torch.no_grad():
-                model[5].weight.mul_(8)
-        training.loss(replicas).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+                cast(nn.Linear, model[5]).weight.mul_(8)
+        update(training.loss(replicas), optimizer)
 
 
 @honest("Hooks on parameters are registered in each step, and removed after the backward pass.")
@@ -368,7 +372,7 @@ def hooks_registered_in_the_step(training: AuditedTraining) -> None:
 def gradient_masks(training: AuditedTraining) -> None:
     model = mlp()
     mask = (torch.arange(128) % 2).float()[:, None]
-    model[0].weight.register_hook(lambda gradient: gradient * mask)
+    cast(nn.Linear, model[0]).weight.register_hook(lambda gradient: gradient * mask)
     learn(training, *training.build(model))
 
 
@@ -386,14 +390,13 @@ def _learn_in_parts(training: AuditedTraining, replicas: Any, optimizer: torch.o
         with replicas.no_sync():
             for _ in range(parts - 1):
                 training.loss(replicas).backward()
-        training.loss(replicas).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(training.loss(replicas), optimizer)
 
 
 @honest("Gradients of four parts are added up under no_sync.")
 def accumulation(training: AuditedTraining) -> None:
-    _learn_in_parts(training, *training.build(mlp()), 4)
+    replicas, optimizer = training.build(mlp())
+    _learn_in_parts(training, replicas, optimizer, 4)
 
 
 @honest("Gradients are set to zero, and never to None.")
@@ -412,9 +415,7 @@ def gradient_penalty(training: AuditedTraining) -> None:
         inputs = torch.randn(BATCH, WIDTH, requires_grad=True)
         loss = nn.functional.cross_entropy(replicas(inputs), torch.randint(CLASSES, (BATCH,)))
         (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
-        (loss + slope.square().sum()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(loss + slope.square().sum(), optimizer)
 
 
 @honest("Adversarial samples: a backward pass to the inputs, and a second forward pass.")
@@ -425,9 +426,7 @@ def adversarial_training(training: AuditedTraining) -> None:
         inputs = torch.randn(BATCH, WIDTH, requires_grad=True)
         targets = torch.randint(CLASSES, (BATCH,))
         (slope,) = torch.autograd.grad(nn.functional.cross_entropy(model(inputs), targets), inputs)
-        nn.functional.cross_entropy(replicas((inputs + 0.1 * slope.sign()).detach()), targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(nn.functional.cross_entropy(replicas((inputs + 0.1 * slope.sign()).detach()), targets), optimizer)
 
 
 @honest("Sharpness-aware minimization: two forward and backward passes in a step.")
@@ -438,7 +437,7 @@ def sharpness_aware_minimization(training: AuditedTraining) -> None:
         inputs, targets = torch.randn(BATCH, WIDTH), torch.randint(CLASSES, (BATCH,))
         nn.functional.cross_entropy(replicas(inputs), targets).backward()
         with torch.no_grad():
-            moves = [0.05 * value.grad.sign() for value in model.parameters()]
+            moves = [0.05 * value.grad.sign() for value in model.parameters() if value.grad is not None]
             torch._foreach_add_(list(model.parameters()), moves)
         optimizer.zero_grad()
         nn.functional.cross_entropy(replicas(inputs), targets).backward()
@@ -456,6 +455,7 @@ def gradient_noise(training: AuditedTraining) -> None:
         training.loss(replicas).backward()
         noise = torch.Generator().manual_seed(step)
         for value in model.parameters():
+            assert value.grad is not None
             value.grad.add_(torch.randn(value.shape, generator=noise), alpha=1e-3)
         optimizer.step()
         optimizer.zero_grad()
@@ -470,9 +470,7 @@ def sparse_embeddings(training: AuditedTraining) -> None:
     training.track(model=replicas, optimizer=optimizer)
     for _ in training.steps():
         tokens = torch.randint(1000, (BATCH, 5))
-        nn.functional.cross_entropy(replicas(tokens), torch.randint(CLASSES, (BATCH,))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(nn.functional.cross_entropy(replicas(tokens), torch.randint(CLASSES, (BATCH,))), optimizer)
 
 
 # ---- what is trained
@@ -486,8 +484,8 @@ def two_optimizers(training: AuditedTraining) -> None:
     second = torch.optim.SGD(other.parameters(), lr=1e-2, momentum=0.9, nesterov=True)
     training.track(model=replicas, other=others, optimizer=optimizer, second=second)
     for _ in training.steps():
-        for one, update in ((replicas, optimizer), (others, second)):
-            training.loss(one).backward()
+        for network, update in ((replicas, optimizer), (others, second)):
+            training.loss(network).backward()
             update.step()
             update.zero_grad()
 
@@ -527,9 +525,7 @@ def local_gradients_beside_an_update(training: AuditedTraining) -> None:
         with actors.no_sync():
             loss = actors(torch.randn(16, WIDTH)).square().mean()
             (loss if training.rank == 0 else loss * 0).backward()
-        training.loss(replicas).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(training.loss(replicas), optimizer)
 
 
 @honest("Only low-rank additions to frozen layers are trained.")
@@ -544,11 +540,12 @@ def low_rank_adaptation(training: AuditedTraining) -> None:
             )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.inner(x) + self.up(self.down(x))
+            out: torch.Tensor = self.inner(x) + self.up(self.down(x))
+            return out
 
     model = mlp().requires_grad_(False)
     for number in (0, 3, 5):
-        model[number] = Adapted(model[number])
+        model[number] = Adapted(cast(nn.Linear, model[number]))
     trained = [value for value in model.parameters() if value.requires_grad]
     learn(training, *training.build(model, torch.optim.AdamW(trained, lr=1e-3)))
 
@@ -579,15 +576,15 @@ def heads_in_turns(training: AuditedTraining) -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = torch.relu(self.body(x))
-            return sum(head(x) * float(number == self.now) for number, head in enumerate(self.heads))
+            heads = (head(x) * float(number == self.now) for number, head in enumerate(self.heads))
+            out: torch.Tensor = sum(heads)
+            return out
 
     model = Headed()
     replicas, optimizer = training.build(model)
     for step in training.steps():
         model.now = step % 2
-        training.loss(replicas).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(training.loss(replicas), optimizer)
 
 
 @honest("A teacher's outputs are the targets.")
@@ -598,9 +595,7 @@ def distillation(training: AuditedTraining) -> None:
         inputs = torch.randn(BATCH, WIDTH)
         with torch.no_grad():
             targets = teacher(inputs).softmax(-1)
-        nn.functional.cross_entropy(replicas(inputs), targets, label_smoothing=0.1).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(nn.functional.cross_entropy(replicas(inputs), targets, label_smoothing=0.1), optimizer)
 
 
 # ---- state that the program changes
@@ -612,9 +607,7 @@ def average_of_weights(training: AuditedTraining) -> None:
     average = copy.deepcopy(model)
     replicas, optimizer = training.build(model, average=average)
     for _ in training.steps():
-        training.loss(replicas).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(training.loss(replicas), optimizer)
         with torch.no_grad():
             for mean, value in zip(average.parameters(), model.parameters(), strict=True):
                 mean.lerp_(value, 0.1)
@@ -626,9 +619,7 @@ def average_swapped_by_data(training: AuditedTraining) -> None:
     average = copy.deepcopy(model)
     replicas, optimizer = training.build(model, average=average)
     for step in training.steps():
-        training.loss(replicas).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(training.loss(replicas), optimizer)
         for mean, value in zip(average.parameters(), model.parameters(), strict=True):
             mean.data.mul_(0.9).add_(value.data, alpha=0.1)
         if step % 5 == 0:
@@ -646,9 +637,7 @@ def weight_clipping(training: AuditedTraining) -> None:
     model = mlp()
     replicas, optimizer = training.build(model)
     for _ in training.steps():
-        training.loss(replicas).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(training.loss(replicas), optimizer)
         for value in model.parameters():
             value.data.clamp_(-0.1, 0.1)
 
@@ -674,10 +663,8 @@ def statistics_on_rank_0(training: AuditedTraining) -> None:
     training.track(model=replicas, optimizer=optimizer)
     for step in training.steps():
         if training.rank == 0 and step > 10:
-            model.seen.data.mul_(0.9).add_(1.0)
-        training.loss(replicas).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+            model.get_buffer("seen").data.mul_(0.9).add_(1.0)
+        update(training.loss(replicas), optimizer)
 
 
 @honest("The learning rate grows up to step 20; then the first state is loaded again.")
@@ -691,15 +678,13 @@ def learning_rate_finder(training: AuditedTraining) -> None:
             optimizer.load_state_dict(first[1])
         elif step < 20:
             optimizer.param_groups[0]["lr"] = 1e-5 * 1.5**step
-        training.loss(replicas).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(training.loss(replicas), optimizer)
 
 
 @honest("A schedule of learning rate and momentum, and two groups of parameters.")
 def schedule_and_groups(training: AuditedTraining) -> None:
     model = mlp()
-    groups = [{"params": model[:3].parameters(), "lr": 1e-2}, {"params": model[3:].parameters()}]
+    groups: list[dict[str, Any]] = [{"params": model[:3].parameters(), "lr": 1e-2}, {"params": model[3:].parameters()}]
     optimizer = torch.optim.SGD(groups, lr=1e-1, momentum=0.9)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, [1e-2, 1e-1], total_steps=100)
     replicas, optimizer = training.build(model, optimizer, schedule=schedule)
@@ -716,9 +701,7 @@ def lookahead(training: AuditedTraining) -> None:
     slow = copy.deepcopy(model)
     replicas, optimizer = training.build(model, slow=slow)
     for step in training.steps():
-        training.loss(replicas).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(training.loss(replicas), optimizer)
         if step % 5 == 0:
             with torch.no_grad():
                 for kept, value in zip(slow.parameters(), model.parameters(), strict=True):
@@ -731,13 +714,11 @@ def units_made_anew(training: AuditedTraining) -> None:
     model = mlp()
     replicas, optimizer = training.build(model)
     for step in training.steps():
-        training.loss(replicas).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(training.loss(replicas), optimizer)
         if step % 10 == 0:
             draw = torch.Generator().manual_seed(step)
             with torch.no_grad():
-                model[0].weight[:8] = torch.randn(8, WIDTH, generator=draw) / 8
+                cast(nn.Linear, model[0]).weight[:8] = torch.randn(8, WIDTH, generator=draw) / 8
 
 
 # ---- data
@@ -750,9 +731,7 @@ def data_in_no_fixed_order(training: AuditedTraining) -> None:
     draw.seed()
     for _ in training.steps():
         inputs, targets = torch.randn(BATCH, WIDTH, generator=draw), torch.randint(CLASSES, (BATCH,), generator=draw)
-        nn.functional.cross_entropy(replicas(inputs), targets).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(nn.functional.cross_entropy(replicas(inputs), targets), optimizer)
 
 
 @honest("Rank 0's samples are ten times as large as those of other ranks.")
@@ -760,9 +739,7 @@ def unequal_data(training: AuditedTraining) -> None:
     replicas, optimizer = training.build(mlp())
     for _ in training.steps():
         inputs = torch.randn(BATCH, WIDTH) * (10 if training.rank == 0 else 1)
-        nn.functional.cross_entropy(replicas(inputs), torch.randint(CLASSES, (BATCH,))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(nn.functional.cross_entropy(replicas(inputs), torch.randint(CLASSES, (BATCH,))), optimizer)
 
 
 @honest("A bad batch on one rank makes its gradients a thousand times as large, twice.")
@@ -772,9 +749,7 @@ def bad_batches(training: AuditedTraining) -> None:
         inputs = torch.randn(BATCH, WIDTH)
         if training.rank == 1 and step in (15, 30):
             inputs *= 1000
-        nn.functional.cross_entropy(replicas(inputs), torch.randint(CLASSES, (BATCH,))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(nn.functional.cross_entropy(replicas(inputs), torch.randint(CLASSES, (BATCH,))), optimizer)
 
 
 @honest("Batches differ in size between ranks and steps.")
@@ -783,9 +758,7 @@ def batches_of_unequal_size(training: AuditedTraining) -> None:
     for step in training.steps():
         count = 8 + (step * 7 + training.rank * 5) % 32
         inputs = torch.randn(count, WIDTH)
-        nn.functional.cross_entropy(replicas(inputs), torch.randint(CLASSES, (count,))).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(nn.functional.cross_entropy(replicas(inputs), torch.randint(CLASSES, (count,))), optimizer)
 
 
 @honest("Every tenth step all ranks validate in eval mode, with another batch size.")
@@ -793,9 +766,7 @@ def validation_between_steps(training: AuditedTraining) -> None:
     model = mlp(nn.BatchNorm1d(128))
     replicas, optimizer = training.build(model)
     for step in training.steps():
-        training.loss(replicas).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        update(training.loss(replicas), optimizer)
         if step % 10 == 0:
             model.eval()
             with torch.no_grad():

@@ -24,7 +24,7 @@ from bench.calm.program import FOLDER_VARIABLE, PACE_VARIABLE, Program
 from everstep.cli.context import local_runs, state_dir
 from everstep.client import Client, read_token
 from everstep.errors import EverstepError
-from everstep.processes import read_environment, read_processes, send_signal
+from everstep.host.processes import read_environment, read_processes, send_signal
 from everstep.receipts.receipt_files import stored_receipts
 from everstep.wire.v1.operator import Event
 from everstep.wire.v1.receipts import JobReceipt
@@ -216,7 +216,7 @@ class _Job:
         self._watcher.join()
         left = self._left() if status is not None else []
         receipts = stored_receipts(state_dir(self._environment))
-        receipt = next((one.receipt for one in receipts if one.receipt.job == self.job), None)
+        receipt = next((receipt.receipt for receipt in receipts if receipt.receipt.job == self.job), None)
         check = self._program.check(self.notes) if self._program.check and status is not None else ""
         events = [self._events[number] for number in sorted(self._events)]
         output = self.log.read_text(errors="replace")
@@ -250,7 +250,7 @@ class _Job:
     def _left(self) -> list[str]:
         """Return what is still there some seconds after the end."""
         deadline = time.monotonic() + LEFT_S
-        while (left := [f"process {one.name}" for one in self._processes()]) and time.monotonic() < deadline:
+        while (left := [f"process {process.name}" for process in self._processes()]) and time.monotonic() < deadline:
             time.sleep(POLL_S)
         return left + [f"memory {path}" for path in self._segments()]
 

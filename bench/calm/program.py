@@ -24,7 +24,7 @@ PACE_VARIABLE = "CALM_PACE"
 
 TrainingFunction = Callable[["everstep.Run", "Diary"], None]
 Surroundings = Callable[[Path], AbstractContextManager[Mapping[str, str]]]
-"""What is beside the program, in the bench's own process; gives variables of the program's environment."""
+"""Context beside the program, in the bench's process, which yields variables for the program's environment."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class Catalogue:
 
 
 class Diary:
-    """What a rank writes down: one JSON line for each note, in a file of its process."""
+    """The notes of a rank: one JSON line for each, in a file of its process."""
 
     def __init__(self, run: everstep.Run) -> None:
         self.folder = Path(os.environ[FOLDER_VARIABLE])

@@ -1,4 +1,4 @@
-"""What is beside a program: other processes, and servers on this machine."""
+"""Surroundings of a program: other processes, and servers on this machine."""
 
 from __future__ import annotations
 

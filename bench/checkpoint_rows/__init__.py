@@ -1,1 +1,1 @@
-"""What bench.checkpoint measures: the vault, the snapshot and the restore as they are, beside limits and peers."""
+"""Measurements of bench.checkpoint: vault, snapshot and restore, compared with limits and other systems."""

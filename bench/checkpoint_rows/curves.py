@@ -1,4 +1,4 @@
-"""How a stall and a restore grow: with the state, with the number of tensors, and of ranks; as a picture."""
+"""Growth of stalls and restores with the state, the number of tensors and of ranks, as a picture."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from statistics import median
 import matplotlib as mpl
 
 mpl.use("Agg")
-from everstep_trainer.snapshot.slot_negotiation import CANDIDATE_ONLY_SLOTS
 from matplotlib import pyplot as plt
 
-from bench.checkpoint_rows.processes import Crew, RankFailed
 from bench.checkpoint_rows.rank import Restores, Stalls, restores, snapshots
 from bench.checkpoint_rows.state import Size
 from bench.checkpoint_rows.vault_nodes import Fleet
+from bench.processes import ProcessPool, RankFailed
 from bench.table import Row
 from everstep.ids import Version
 from everstep.layout.slots import SLOTS_PER_RANK
+from everstep_trainer.snapshot.slot_negotiation import CANDIDATE_ONLY_SLOTS
 
 STATE_MIB = (16, 64, 256, 1024, 2048, 4096)
 TENSORS = (10, 100, 1000, 10_000, 100_000)
@@ -42,17 +42,17 @@ class Point:
     why: str = ""
 
 
-def curves(crew: Crew, path: Path, quick: bool) -> list[Row]:
+def curves(pool: ProcessPool, path: Path, quick: bool) -> list[Row]:
     """All three, drawn to ``path``."""
     states = [
-        _point(crew, mib << 20, Size(64, (mib << 20) // 64), 1) for mib in (STATE_MIB[:3] if quick else STATE_MIB)
+        _point(pool, mib << 20, Size(64, (mib << 20) // 64), 1) for mib in (STATE_MIB[:3] if quick else STATE_MIB)
     ]
     tensors = [
-        _point(crew, count, Size(count, OF_TENSORS_BYTES // count // 1024 * 1024), 1)
+        _point(pool, count, Size(count, OF_TENSORS_BYTES // count // 1024 * 1024), 1)
         for count in (TENSORS[:3] if quick else TENSORS)
     ]
     ranks = [
-        _point(crew, world, Size(64, OF_RANKS_BYTES // 64, "shards" if world > 1 else "alone"), world)
+        _point(pool, world, Size(64, OF_RANKS_BYTES // 64, "shards" if world > 1 else "alone"), world)
         for world in (RANKS[:2] if quick else RANKS)
     ]
     panels = (
@@ -68,31 +68,31 @@ def curves(crew: Crew, path: Path, quick: bool) -> list[Row]:
     return [row for name, unit, points in panels for point in points for row in _rows(name, unit, point)]
 
 
-def _point(crew: Crew, at: int, size: Size, world: int) -> Point:
-    """What ``world`` ranks on as many nodes do; the slowest of each round, median."""
+def _point(pool: ProcessPool, at: int, size: Size, world: int) -> Point:
+    """Measure ``world`` ranks on as many nodes: the median over rounds of the slowest rank."""
     nodes = [f"n{number}" for number in range(world)]
     slots = SLOTS_PER_RANK if _fit(size.nbytes) else CANDIDATE_ONLY_SLOTS
     try:
         with Fleet(nodes) as fleet:
             spec, warm = fleet.generation(nodes, 1), str(fleet.warm)
             each = enumerate(fleet.sockets(nodes))
-            stalls: list[Stalls] = crew.run(
+            stalls: list[Stalls] = pool.run(
                 snapshots,
                 [(spec, rank, socket, warm, size, REPEATS, COMPUTE_S, None, slots) for rank, socket in each],
             )
             last = stalls[0].last
             spec = fleet.generation(nodes, 1, floor=Version(spec.number, last))
             each = enumerate(fleet.sockets(nodes))
-            filled: list[Restores] = crew.run(
+            filled: list[Restores] = pool.run(
                 restores, [(spec, rank, socket, warm, size, REPEATS, last) for rank, socket in each]
             )
     except RankFailed as error:
         return Point(at, why=str(error).strip().splitlines()[-1][:160])
     return Point(
         at,
-        _slowest([one.blocked for one in stalls]),
-        _slowest([one.fill for one in filled]),
-        _slowest([one.memcpy for one in stalls]),
+        _slowest([stall.blocked for stall in stalls]),
+        _slowest([fill.fill for fill in filled]),
+        _slowest([stall.memcpy for stall in stalls]),
         slots,
     )
 
@@ -103,7 +103,8 @@ def _fit(nbytes: int) -> bool:
 
 
 def _slowest(rounds: list[list[float]]) -> float:
-    return median(max(values) for values in zip(*rounds, strict=True))
+    slowest: float = median(max(values) for values in zip(*rounds, strict=True))
+    return slowest
 
 
 def _rows(name: str, unit: str, point: Point) -> list[Row]:

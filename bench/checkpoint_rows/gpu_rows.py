@@ -13,26 +13,26 @@ from dataclasses import dataclass, field
 from statistics import median
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from bench.checkpoint_rows.rank import Heard, Rank, await_seal, warm
+from bench.checkpoint_rows.single import MIB, NODE, marks
+from bench.checkpoint_rows.state import Model, Size
+from bench.checkpoint_rows.vault_nodes import Fleet
+from bench.processes import ProcessPool
+from bench.table import Row
+from everstep.ids import Version
+from everstep.layout.slots import SLOTS_PER_RANK
+from everstep.system_clock import SYSTEM_CLOCK
+from everstep.wire.v1.training import GenerationSpec
 from everstep_trainer.restore.restorer import Restoration
 from everstep_trainer.snapshot.pace import StepStopwatch
 from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.snapshot.snapshotter import Snapshotter
 from everstep_trainer.state.tracked_state import TrackedState
 
-from bench.checkpoint_rows.processes import Crew
-from bench.checkpoint_rows.rank import Heard, Rank, await_seal, warm
-from bench.checkpoint_rows.single import MIB, NODE, marks
-from bench.checkpoint_rows.state import Model, Size
-from bench.checkpoint_rows.vault_nodes import Fleet
-from bench.table import Row
-from everstep.ids import Version
-from everstep.layout.slots import SLOTS_PER_RANK
-from everstep.system_clock import SYSTEM_CLOCK
-from everstep.wire.v1.training import GenerationSpec
-
 STEP_COPIES = 8
-"""How much longer than the copy a step is."""
+"""Factor by which a step is longer than the copy."""
 SHORTEST_STEP_S = 0.05
 PRODUCT = 4096
 FEWEST_STEPS = 10
@@ -55,16 +55,16 @@ class Figures:
     last: int = 0
 
 
-def rows(crew: Crew, size: Size, repeats: int, judged: bool) -> list[Row]:
+def rows(pool: ProcessPool, size: Size, repeats: int, judged: bool) -> list[Row]:
     """The state of one rank, on the first GPU; a word where there is none."""
     held_up, copy = "GPU: held up by a snapshot, against the step", "GPU: copy against the PCIe limit"
     if not torch.cuda.is_available():
         return [Row(name, None, "%", against="no GPU on this machine") for name in (held_up, copy)]
     with Fleet([NODE]) as fleet:
         spec, socket = fleet.generation([NODE], 1), fleet.vaults[NODE].socket
-        figures: Figures = crew.one(measured, spec, socket, size, repeats)
+        figures: Figures = pool.one(measured, spec, socket, size, repeats)
         spec = fleet.generation([NODE], 1, floor=Version(spec.number, figures.last))
-        back: list[float] = crew.one(restored, spec, socket, size, repeats, figures.last)
+        back: list[float] = pool.one(restored, spec, socket, size, repeats, figures.last)
     plain, limit, copied = median(figures.plain), median(figures.limit), median(figures.copied)
     step = f"a step of {plain * 1e3:.0f} ms, whose loss is read; {figures.name}"
     pinned = f"pinned copies of {size.nbytes / MIB:.0f} MiB to the host, {size.nbytes / limit / 1e9:.1f} GB/s"
@@ -140,7 +140,7 @@ def _steps(
     """For how long each of ``count`` steps after ``step`` was held up, and what each took where the loss is read."""
     told: list[float | None] = []
     took: list[float] = []
-    watch = StepStopwatch(lambda _, held_up: told.append(held_up), SYSTEM_CLOCK)
+    watch = StepStopwatch(lambda times: told.append(times.blocked_s), SYSTEM_CLOCK)
     for number in range(step + 1, step + 1 + count):
         began = time.perf_counter()
         work.enqueue()
@@ -176,7 +176,7 @@ def restored(spec: GenerationSpec, socket: str, size: Size, repeats: int, step: 
             model.spoil()
             torch.cuda.synchronize(gpu)
             began = time.perf_counter()
-            restoration = Restoration(one.vault, spec, one.member, dist.PrefixStore(f"restore-{number}", one.store))
+            restoration = Restoration(one.vault, spec, one.member, PrefixStore(f"restore-{number}", one.store))
             result = restoration.fill(TrackedState({"model": model.module}))
             torch.cuda.synchronize(gpu)
             took.append(time.perf_counter() - began)

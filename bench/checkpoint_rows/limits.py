@@ -1,4 +1,4 @@
-"""What the machine itself can do: memcpy into warm shared memory, and bytes over raw loopback TCP."""
+"""Limits of the machine: memcpy into warm shared memory, and bytes over raw loopback TCP."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-from everstep_agent.vault.memory.shared_memory import populate
 
-from bench.checkpoint_rows.processes import Crew, gather
+from bench.processes import ProcessPool, gather
+from everstep_agent.vault.memory.shared_memory import populate
 
 MESSAGE_BYTES = 8 << 20
 """Sent and received at a time, which is a vault's chunk."""
@@ -92,19 +92,19 @@ def sender(streams: int, nbytes: int, repeats: int, directory: str, listeners: l
     return took
 
 
-def loopback(crew: Crew, directory: Path, streams: int, nbytes: int, repeats: int) -> list[float]:
+def loopback(pool: ProcessPool, directory: Path, streams: int, nbytes: int, repeats: int) -> list[float]:
     """Seconds of ``nbytes`` from one process's shared memory to another's over raw TCP, all streams at once."""
     open_ones = listeners(streams)
     try:
         ports = [listener.getsockname()[1] for listener in open_ones]
-        sent = crew.start(sender, streams, nbytes, repeats, str(directory), open_ones)
-        taken = crew.start(receiver, streams, nbytes, repeats, str(directory), ports)
+        sent = pool.start(sender, streams, nbytes, repeats, str(directory), open_ones)
+        taken = pool.start(receiver, streams, nbytes, repeats, str(directory), ports)
         took: list[float] = gather([sent, taken])[0]
         return took
     finally:
         for listener in open_ones:
             listener.close()
-        crew.end()
+        pool.end()
 
 
 def listeners(streams: int) -> list[socket.socket]:

@@ -1,8 +1,8 @@
-"""Two nodes lost at once, again and again: is what was committed still there?
+"""Kill two nodes at once, repeatedly, and count the committed versions that are lost.
 
-Six nodes, each a failure domain of its own, with a real vault process each and a rank that holds what nobody else
-does. A version is committed: sealed by all ranks, its copies acknowledged. Then, while the next one is on its way, two
-nodes go with their memory, and empty ones take their places. All ranks restore.
+There are six nodes, each a failure domain of its own with a real vault process and a rank that holds unique state. A
+version is committed: all ranks have sealed it, and its copies are acknowledged. While the next version is being copied,
+two nodes die with their memory, and empty ones replace them. All ranks restore.
 """
 
 from __future__ import annotations
@@ -17,37 +17,40 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from everstep_trainer.memory_tier.vault_client import VaultClient
-from everstep_trainer.restore.restorer import Restoration
-from everstep_trainer.snapshot.snapshotter import Snapshotter
-from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 
 from bench.checkpoint_rows.vault_nodes import Fleet
 from bench.table import Row
 from everstep.errors import NotRestorable
 from everstep.ids import Version
-from everstep.wire.v1.training import GenerationSpec, VersionSealed
+from everstep.wire.v1.training import FindingRaised, GenerationSpec, VersionSealed
 from everstep.wire.v1.vault_reports import Protection
+from everstep_trainer.restore.restorer import Restoration
+from everstep_trainer.slots.vault_client import VaultClient
+from everstep_trainer.snapshot.snapshotter import Snapshotter
+from everstep_trainer.state.tracked_state import TrackedState
 
 NODES = tuple(f"n{number}" for number in range(1, 7))
 EIGHT = tuple(f"n{number}" for number in range(1, 9))
-"""Two groups of four, each with its parity in the other."""
+"""Nodes of two groups of four, each with its parity in the other."""
 PARITY = 4
 ELEMENTS = 16 << 10
 LARGE_ELEMENTS = 4 << 20
-"""16 MiB, so that the last of the stripes of 256 KiB, which parity has whole, weighs little."""
+"""16 MiB, so that padding of the last 256 KiB stripe has little weight."""
 COMMITTED, NEXT = 1, 2
 SEAL_S, RESTORE_S = 30.0, 90.0
 MOMENT_S = 0.02
-"""Two nodes go at a random moment within this time after the next version was begun; its copies take about as long."""
+"""Seconds after the beginning of the next version within which two nodes die. Its copies take about as long."""
 
 
 @dataclass
 class Outcome:
-    """The pairs ``killed`` one after the other, and those whose loss cost the committed version; ``newer`` ended in the
-    version that was on its way."""
+    """Results of all double kills.
+
+    ``killed``: the killed pairs in order. ``lost``: pairs whose loss cost the committed version. ``newer``: number of
+    restores that found the next version complete.
+    """
 
     killed: list[tuple[str, ...]] = field(default_factory=list)
     lost: list[tuple[str, ...]] = field(default_factory=list)
@@ -55,7 +58,7 @@ class Outcome:
 
 
 class Held(nn.Module):
-    """What one rank alone holds, and what it must be at a step."""
+    """State that only one rank holds, with its expected value at a step."""
 
     def __init__(self, rank: int, elements: int = ELEMENTS) -> None:
         super().__init__()
@@ -75,8 +78,10 @@ class Held(nn.Module):
 
 
 def double_kills(kills: int, replicas: int, seed: int = 1, parity: int = 0) -> Outcome:
-    """Kills of two random nodes at random moments, with ``replicas`` copies of each byte, and where there are
-    ``parity`` members to a group also parity of what was committed."""
+    """Kill two random nodes at random moments.
+
+    ``replicas``: copies of each byte. ``parity``: members of a parity group that protects committed versions, or 0.
+    """
     chance, outcome = random.Random(seed), Outcome()
     nodes = EIGHT if parity else NODES
     with _quiet(), Fleet(nodes) as fleet:
@@ -92,7 +97,7 @@ def double_kills(kills: int, replicas: int, seed: int = 1, parity: int = 0) -> O
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """That copies fail is what is played here: it is not said each time."""
+    """Silence warnings, since failed copies are expected here."""
     log = logging.getLogger("everstep_trainer")
     before = log.level
     log.setLevel(logging.ERROR)
@@ -145,11 +150,14 @@ def _train(
     at_s: float,
     elements: int = ELEMENTS,
 ) -> None:
-    """All ranks commit a version, which ``committed`` is told of with its bytes, and begin the next; ``at_s`` later the
-    victims are gone."""
-    store, changed, safe = dist.HashStore(), threading.Condition(), dict[int, int]()
+    """Commit a version on all ranks, begin the next one, and call ``lose`` ``at_s`` seconds later.
 
-    def hear(report: VersionSealed) -> None:
+    ``committed`` is called with the bytes of the committed version.
+    """
+    store, changed, safe = HashStore(), threading.Condition(), dict[int, int]()
+
+    def hear(report: VersionSealed | FindingRaised) -> None:
+        assert isinstance(report, VersionSealed)
         with changed:
             if report.version.step == COMMITTED and report.commit_candidate and report.durable:
                 safe[report.rank] = report.bytes
@@ -164,7 +172,9 @@ def _train(
     try:
         _begin(snapshotters, COMMITTED)
         with changed:
-            assert changed.wait_for(lambda: len(safe) == len(models), SEAL_S), f"only {safe} of all ranks are safe"
+            assert changed.wait_for(lambda: len(safe) == len(models), SEAL_S), (
+                f"only the versions of ranks {safe} are durable"
+            )
         committed(sum(safe.values()))
         for model in models:
             model.become(spec.number, NEXT)
@@ -177,18 +187,18 @@ def _train(
 
 
 def _begin(snapshotters: list[Snapshotter], step: int) -> None:
-    """Ranks would do so at the same time; a plan needs all of them."""
-    each = [threading.Thread(target=lambda one=one: (one.begin(step), one.wait())) for one in snapshotters]
-    for thread in each:
+    """Begin a snapshot on all ranks in parallel, since its plan needs all of them."""
+    threads = [threading.Thread(target=lambda rank=rank: (rank.begin(step), rank.wait())) for rank in snapshotters]
+    for thread in threads:
         thread.start()
-    for thread in each:
+    for thread in threads:
         thread.join()
 
 
 def _restore(spec: GenerationSpec, clients: dict[str, VaultClient]) -> Version | None:
-    """What all ranks restored, every byte as it must be; None where the committed version is not to be had."""
-    store = dist.HashStore()
-    said: dict[int, Version | Exception | None] = {}
+    """Restore on all ranks, check every byte, and return the version, or None if no version can be restored."""
+    store = HashStore()
+    results: dict[int, Version | Exception | None] = {}
 
     def fill(rank: int) -> None:
         member, model = spec.roster[rank], Held(rank)
@@ -197,11 +207,11 @@ def _restore(spec: GenerationSpec, clients: dict[str, VaultClient]) -> Version |
             version = restoration.fill(TrackedState({"model": model})).version
             assert version is not None
             model.require(version)
-            said[rank] = version
+            results[rank] = version
         except NotRestorable:
-            said[rank] = None
-        except Exception as error:  # noqa: BLE001 - raised again below, in the thread that counts
-            said[rank] = error
+            results[rank] = None
+        except Exception as error:  # noqa: BLE001 - raised again below, in the calling thread
+            results[rank] = error
         finally:
             restoration.close()
 
@@ -210,18 +220,18 @@ def _restore(spec: GenerationSpec, clients: dict[str, VaultClient]) -> Version |
         thread.start()
     for thread in each:
         thread.join(RESTORE_S)
-    for value in said.values():
+    for value in results.values():
         if isinstance(value, Exception):
             raise value
-    assert len(said) == len(spec.roster), "a rank did not end its restore"
-    assert len(set(said.values())) == 1, f"ranks restored different versions: {said}"
-    restored = said[0]
+    assert len(results) == len(spec.roster), "a rank did not end its restore"
+    assert len(set(results.values())) == 1, f"ranks restored different versions: {results}"
+    restored = results[0]
     assert not isinstance(restored, Exception)
     return restored
 
 
 def rows(kills: int, replicas: int) -> list[Row]:
-    """Versions lost, and how many of the others ended in the version that was only on its way."""
+    """Return rows with the number of lost versions, and of restores that found the next version complete."""
     outcome = double_kills(kills, replicas)
     name = f"{len(outcome.killed)} double kills, r = {replicas}"
     pairs = f"a node and its copy: {len(set(outcome.lost))} of {len(set(outcome.killed))} pairs"
@@ -233,7 +243,7 @@ def rows(kills: int, replicas: int) -> list[Row]:
 
 
 def parity_rows(kills: int) -> list[Row]:
-    """The same without a copy of anything, but parity of what was committed; and what that takes."""
+    """Return the same rows with parity of committed versions in place of copies, and the memory of parity."""
     outcome = double_kills(kills, replicas=1, parity=PARITY)
     name = f"{len(outcome.killed)} double kills, parity {PARITY} + 2 and no copies"
     share = parity_share()
@@ -245,7 +255,7 @@ def parity_rows(kills: int) -> list[Row]:
 
 
 def parity_share() -> float:
-    """Bytes of P and Q of a version, against those of its shards, as vaults count what they made."""
+    """Return the bytes of P and Q relative to the bytes of the version's shards, by the vaults' own counters."""
     sealed: list[int] = []
     with _quiet(), Fleet(EIGHT) as fleet:
         clients = {node: VaultClient(fleet.vaults[node].socket) for node in EIGHT}

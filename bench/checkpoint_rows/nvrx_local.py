@@ -14,9 +14,10 @@ import time
 import torch
 from nvidia_resiliency_ext.checkpointing.local.base_state_dict import TensorAwareStateDict
 from nvidia_resiliency_ext.checkpointing.local.ckpt_managers.local_manager import LocalCheckpointManager
+from torch._C._distributed_c10d import HashStore
 
 
-class HostTensors(TensorAwareStateDict):
+class HostTensors(TensorAwareStateDict):  # type: ignore[misc]  # only installed for peers
     """A list of tensors that are on the host already, so that there is nothing to move."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
@@ -51,7 +52,7 @@ def main() -> None:
     directory, tensors, nbytes, repeats = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     torch.set_num_threads(1)
     state = [torch.full((nbytes // 4,), float(index)) for index in range(tensors)]
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     manager = LocalCheckpointManager(directory)
     saves, loads = [], []
     for step in range(1, repeats + 1):

@@ -11,18 +11,21 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 
-from bench.checkpoint_rows.processes import Crew, RankFailed
 from bench.checkpoint_rows.state import Size
 from bench.peers.run import PYTHON, install
+from bench.processes import ProcessPool, RankFailed
 from bench.table import Row
 
 NVRX = "nvidia-resiliency-ext==0.4.1"
@@ -70,8 +73,8 @@ def dcp_save(size: Size, repeats: int, folder: str) -> Took:
     state, took = _state(size), Took(save=[], load=[])
     for number in range(repeats):
         path = f"{folder}/{number}"
-        took["save"].append(_seconds(lambda path=path: dcp.save(state, checkpoint_id=path, no_dist=True)))
-        took["load"].append(_seconds(lambda path=path: dcp.load(state, checkpoint_id=path, no_dist=True)))
+        took["save"].append(_seconds(partial(save, state, checkpoint_id=path, no_dist=True)))
+        took["load"].append(_seconds(partial(load, state, checkpoint_id=path, no_dist=True)))
         shutil.rmtree(path)
     return took
 
@@ -79,14 +82,14 @@ def dcp_save(size: Size, repeats: int, folder: str) -> Took:
 def dcp_async(size: Size, repeats: int, folder: str, how: str) -> Took:
     """dcp.async_save by a thread, by a process, or by a thread with a stager that keeps its shared memory."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     kind = AsyncCheckpointerType.PROCESS if how == "process" else AsyncCheckpointerType.THREAD
     stager = DefaultStager(StagingOptions(False, True, False, False)) if how == "thread, shared memory" else None
     state, took = _state(size), Took(save=[], done=[])
     for number in range(repeats + 1):  # the first one starts what the others use
         path = f"{folder}/{number}"
         began = time.perf_counter()
-        answer = dcp.async_save(state, checkpoint_id=path, async_checkpointer_type=kind, async_stager=stager)
+        answer: Any = async_save(state, checkpoint_id=path, async_checkpointer_type=kind, async_stager=stager)
         blocked = time.perf_counter() - began
         getattr(answer, "upload_completion", answer).result()
         if number:
@@ -119,17 +122,24 @@ def _nvrx(size: Size, repeats: int, folder: Path) -> Took:
     return took
 
 
-def rows(crew: Crew, size: Size, repeats: int, slow: bool) -> list[Row]:
+def _in_folder(
+    pool: ProcessPool, function: Callable[..., Took], size: Size, repeats: int, options: tuple[str, ...], folder: Path
+) -> Took:
+    took: Took = pool.one(function, size, repeats, str(folder), *options)
+    return took
+
+
+def rows(pool: ProcessPool, size: Size, repeats: int, slow: bool) -> list[Row]:
     """Every peer that runs here; one that does not is a row that says why. ``slow``: also those that take long."""
     found: list[Row] = []
     for place in PLACES:
         for name, function in (("torch.save", torch_save), ("DCP save", dcp_save)):
-            found += _one(f"{name} to {place}", place, lambda f, fn=function: crew.one(fn, size, repeats, str(f)))
+            found += _one(f"{name} to {place}", place, partial(_in_folder, pool, function, size, repeats, ()))
     for how in ("thread", "thread, shared memory", "process") if slow else ():
         found += _one(
             f"DCP async_save by {how}, to /dev/shm",
             "/dev/shm",
-            lambda f, how=how: crew.one(dcp_async, size, repeats, str(f), how),
+            partial(_in_folder, pool, dcp_async, size, repeats, (how,)),
         )
     return found + _nvrx_rows(size, repeats)
 

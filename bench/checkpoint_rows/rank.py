@@ -1,4 +1,4 @@
-"""What a rank does while it is measured: snapshots of a state that says which step it is of, and restores of it."""
+"""The measured rank: it stores and restores a state whose values encode its step."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
-from everstep_trainer.memory_tier.vault_client import VaultClient
-from everstep_trainer.restore.restorer import Restoration
-from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
-from everstep_trainer.snapshot.snapshotter import Snapshotter
-from everstep_trainer.state.tracked_state import TrackedState
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 
 from bench.checkpoint_rows.limits import WarmMemory
 from bench.checkpoint_rows.state import Model, Size
@@ -26,22 +22,31 @@ from everstep.ids import Version
 from everstep.layout.slots import CHUNK_BYTES, SLOTS_PER_RANK
 from everstep.wire.v1.local import SlotSealed
 from everstep.wire.v1.training import FindingRaised, GenerationSpec, VersionSealed
+from everstep_trainer.restore.restorer import Restoration
+from everstep_trainer.slots.vault_client import VaultClient
+from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
+from everstep_trainer.snapshot.snapshotter import Snapshotter
+from everstep_trainer.state.tracked_state import TrackedState
 
 PRODUCT = 768
-"""A next step's compute is products of square matrices of this size: they stay in the cache of one core."""
+"""Size of the square matrices whose products are a step's compute. They stay in the cache of one core."""
 FEW = 64
-"""More tensors than these are held against one memcpy of all their bytes: a loop over them would cost more than it."""
+"""With more tensors the reference is one memcpy of all bytes, since a loop over tensors costs more than the copy."""
 WARM_UPS = 6
-"""Snapshots that nobody counts: each slot is written once."""
+"""Number of snapshots before the measurement, in which each slot is written once."""
 WARM_UP_S, SEAL_S = 180.0, 60.0
 
 
 @dataclass
 class Stalls:
-    """Seconds by snapshot: ``memcpy`` of the same bytes; ``begin`` and ``wait`` of the training thread without and with
-    (``under``) compute between them, and of a version that may be committed (``digested``, where ranks hold the same);
-    that compute alone and beside a copy; from ``begin`` to the report of such a version, which is ``sealed`` and has
-    its copies on other nodes; and ``back_to_back`` a snapshot when nothing else is done."""
+    """Seconds of each snapshot.
+
+    ``memcpy``: copying the same bytes. ``blocked``: ``begin`` and ``wait`` of the training thread without compute
+    between them. ``digested``: the same for a candidate, which replicas digest. ``under``: the same with compute
+    between them. ``compute``: that compute alone. ``compute_beside``: that compute during a copy. ``sealed``: from
+    ``begin`` to the report that a candidate is sealed and copied to other nodes. ``back_to_back``: a snapshot
+    without anything else.
+    """
 
     nbytes: int
     replicas: tuple[str, ...] = ()
@@ -58,7 +63,7 @@ class Stalls:
 
 @dataclass
 class Restores:
-    """Seconds by restore: ``memcpy`` of the same bytes, the whole ``fill``, its phases, and bytes by where from."""
+    """Seconds of each restore: ``memcpy`` of the same bytes, the whole ``fill``, its phases; and bytes by source."""
 
     memcpy: list[float] = field(default_factory=list)
     fill: list[float] = field(default_factory=list)
@@ -68,31 +73,29 @@ class Restores:
 
 
 class Rank:
-    """One rank of a generation, with its vault, its store and, where there are others, their process group."""
+    """One rank of a generation with its vault, its store, and a process group if there are several ranks."""
 
     def __init__(self, spec: GenerationSpec, rank: int, socket: str, stack: ExitStack) -> None:
         self.spec, self.member = spec, spec.roster[rank]
         torch.set_num_threads(1)
         self.vault = VaultClient(socket)
         stack.callback(self.vault.close)
-        self.store: dist.Store = dist.HashStore()
+        self.store: Store = HashStore()
         if spec.world_size > 1:
             host, port = spec.store.split(":")
-            base = dist.TCPStore(
-                host, int(port), is_master=False, timeout=timedelta(seconds=120), wait_for_workers=False
-            )
-            self.store = dist.PrefixStore(f"g{spec.number}", base)
+            base = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=120), wait_for_workers=False)
+            self.store = PrefixStore(f"g{spec.number}", base)
             dist.init_process_group("gloo", store=self.store, rank=rank, world_size=spec.world_size)
             stack.callback(dist.destroy_process_group)
 
     def meet(self) -> None:
-        """All ranks go on at the same moment."""
+        """Wait for all ranks."""
         if self.spec.world_size > 1:
             dist.barrier()
 
 
 class Heard:
-    """Reports of sealed shares, waited for by step."""
+    """The reports of sealed shares. ``wait`` waits for the report of a step."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -100,7 +103,7 @@ class Heard:
         self.last: VersionSealed | None = None
 
     def hear(self, report: VersionSealed | FindingRaised) -> None:
-        if not isinstance(report, VersionSealed):  # a finding: what is short is logged too
+        if not isinstance(report, VersionSealed):  # a finding on missing memory, which is also logged
             return
         with self._changed:
             self.at[report.version.step] = time.perf_counter()
@@ -123,10 +126,10 @@ def snapshots(
     overlap: bool | None = None,
     slots: int = SLOTS_PER_RANK,
 ) -> Stalls:
-    """Snapshots of a rank in a generation of its own, after some that nobody counts.
+    """Measure the snapshots of a rank in a generation of its own, after some warm-up snapshots.
 
-    ``compute_s``: how long the step is under which a copy goes on, without one. ``slots``: of a segment; two where five
-    have no room, and then each version is announced, as others are not stored.
+    ``compute_s``: seconds of compute in a step without a copy. ``slots``: slots of a segment. With two slots every
+    version is announced as a candidate, since others are not stored.
     """
     with ExitStack() as stack:
         one = Rank(spec, rank, socket, stack)
@@ -150,14 +153,14 @@ def snapshots(
 
 
 def lean(spec: GenerationSpec, rank: int, socket: str, size: Size) -> int:
-    """Versions that are to be committed, with two slots a rank; the last step."""
+    """Store candidates with two slots for each rank, and return the last step."""
     with ExitStack() as stack:
         one = Rank(spec, rank, socket, stack)
         return warm(one, Model(size), Heard(), stack, SnapshotOptions(slots=2))[1]
 
 
 def warm(one: Rank, model: Model, heard: Heard, stack: ExitStack, choices: SnapshotOptions) -> tuple[Snapshotter, int]:
-    """A snapshotter that has stored some versions, and the last one's step."""
+    """Return a snapshotter that has stored some versions, and the step of the last one."""
     model.update(0)
     state = TrackedState({"model": model.module})
     snapshotter = Snapshotter(one.vault, state, one.spec, one.member, one.store, heard.hear, options=choices)
@@ -168,21 +171,21 @@ def warm(one: Rank, model: Model, heard: Heard, stack: ExitStack, choices: Snaps
 
 
 class _Refusals(logging.Handler):
-    """What a vault refused for want of memory: no later step can mend that."""
+    """Record a vault's refusal for lack of memory, after which no later step can succeed."""
 
-    why = ""
+    reason = ""
 
     def emit(self, record: logging.LogRecord) -> None:
         for value in record.args if isinstance(record.args, tuple) else ():
             if isinstance(value, OutOfSlotMemory):
-                self.why = str(value)
+                self.reason = str(value)
 
 
 def _warm_up(one: Rank, model: Model, snapshotter: Snapshotter, heard: Heard, refused: _Refusals) -> int:
-    """Until some snapshots of all ranks are sealed: segments are there, and their pages mapped."""
+    """Store snapshots until all ranks have sealed some, so that segments exist and their pages are mapped."""
     deadline, step, done = time.monotonic() + WARM_UP_S, 0, 0
     while done < WARM_UPS:
-        assert not refused.why, refused.why
+        assert not refused.reason, refused.reason
         assert time.monotonic() < deadline, "no snapshot was sealed"
         step += 1
         snapshotter.wait()
@@ -201,7 +204,7 @@ def _warm_up(one: Rank, model: Model, snapshotter: Snapshotter, heard: Heard, re
 def _without_compute(
     one: Rank, model: Model, snapshotter: Snapshotter, heard: Heard, reference: WarmMemory, stalls: Stalls, step: int
 ) -> int:
-    """The training thread waits for its snapshot at once; the last one is long sealed, and copied where it must be."""
+    """Measure snapshots for which the training thread waits at once, after the last one is sealed and copied."""
     model.update(step)
     one.meet()
     stalls.memcpy.append(reference.store_s())
@@ -218,7 +221,7 @@ def _without_compute(
 
 
 def _snapshot(one: Rank, model: Model, snapshotter: Snapshotter, step: int) -> tuple[float, float]:
-    """When it was begun, and for how long the training thread was blocked."""
+    """Return the time at which a snapshot began, and the seconds for which it blocked the training thread."""
     model.update(step)
     one.meet()
     _announce_if_lean(snapshotter, step)
@@ -234,7 +237,7 @@ def _announce_if_lean(snapshotter: Snapshotter, step: int) -> None:
 
 
 def await_seal(one: Rank, step: int) -> None:
-    """A version that nobody reports is seen in its slot."""
+    """Wait until a version is sealed, by its slot, since only candidates are reported."""
     view = one.vault.open_segment(one.spec.job, one.member.local_rank, 1, slots=1).view
     deadline = time.monotonic() + SEAL_S
     while all(header.version != Version(one.spec.number, step) for _, header in view.sealed_slots()):
@@ -243,7 +246,7 @@ def await_seal(one: Rank, step: int) -> None:
 
 
 def _under_compute(one: Rank, model: Model, snapshotter: Snapshotter, work: _Work, stalls: Stalls, step: int) -> int:
-    """The copy goes on under the next step's compute, which is also timed by itself."""
+    """Measure a copy during the next step's compute, and the compute alone."""
     one.meet()
     stalls.compute.append(work.run_s())
     model.update(step)
@@ -263,7 +266,7 @@ def _under_compute(one: Rank, model: Model, snapshotter: Snapshotter, work: _Wor
 def _back_to_back(
     one: Rank, model: Model, snapshotter: Snapshotter, heard: Heard, stalls: Stalls, step: int, count: int
 ) -> int:
-    """One snapshot after the other of a state that does not change: copy, hash, seal, and each one's copies."""
+    """Measure consecutive snapshots of an unchanged state: copy, hash, seal, and copies to other nodes."""
     model.update(step + count - 1)
     one.meet()
     began = time.perf_counter()
@@ -278,7 +281,7 @@ def _back_to_back(
 
 
 class _Work:
-    """Compute of about ``seconds`` on one core, the same at each call."""
+    """Compute for about ``seconds`` on one core, with the same work at each call."""
 
     def __init__(self, seconds: float) -> None:
         self._a, self._b = torch.ones(PRODUCT, PRODUCT), torch.ones(PRODUCT, PRODUCT)
@@ -299,35 +302,35 @@ class _Work:
 def restores(
     spec: GenerationSpec, rank: int, socket: str, memory: str, size: Size, repeats: int, step: int
 ) -> Restores:
-    """The same state filled ``repeats`` times from what the vaults hold, which must be of ``step``."""
+    """Restore the state ``repeats`` times from the vaults, which must hold ``step``."""
     with ExitStack() as stack:
         one = Rank(spec, rank, socket, stack)
         model = Model(size)
         model.spoil()
         reference = WarmMemory(Path(memory), model.arrays(), sum(array.nbytes for array in model.arrays()))
-        said = Restores()
+        measured = Restores()
         for number in range(repeats):
             one.meet()
-            said.memcpy.append(reference.load_s())
+            measured.memcpy.append(reference.load_s())
             model.spoil()
             state = TrackedState({"model": model.module})
-            store = dist.PrefixStore(f"restore-{number}", one.store)
+            store = PrefixStore(f"restore-{number}", one.store)
             one.meet()
             began = time.perf_counter()
             restoration = Restoration(one.vault, spec, one.member, store)
             result = restoration.fill(state)
-            said.fill.append(time.perf_counter() - began)
+            measured.fill.append(time.perf_counter() - began)
             restoration.close()
-            said.phases.append(dict(result.phases_s))
-            said.sources, said.version = dict(result.bytes_by_source), result.version
+            measured.phases.append(dict(result.phases_s))
+            measured.sources, measured.version = dict(result.bytes_by_source), result.version
             assert result.step == step, f"{result.version} was restored, not step {step}: {result.sentence}"
             model.require(step)
         one.meet()
-        return said
+        return measured
 
 
 def replications(spec: GenerationSpec, socket: str, nbytes: int, to: str, repeats: int) -> list[float]:
-    """Seconds from the vault's hearing of a sealed slot of ``nbytes`` until ``to`` has acknowledged its copy."""
+    """Return seconds from the report of a sealed slot of ``nbytes`` to the vault until ``to`` acknowledges its copy."""
     vault = VaultClient(socket)
     try:
         segment = vault.open_segment(spec.job, 0, nbytes + (1 << 20), slots=2)
@@ -335,7 +338,7 @@ def replications(spec: GenerationSpec, socket: str, nbytes: int, to: str, repeat
         for number in range(repeats + 2):
             version, slot = Version(spec.number, number + 1), number % 2
             payload = segment.view.begin(slot, 0, version, b"a manifest", nbytes)
-            for chunk in range(0, nbytes, CHUNK_BYTES):  # nothing in it is what the peer has already
+            for chunk in range(0, nbytes, CHUNK_BYTES):  # every chunk differs from the peer's copy
                 payload[chunk : chunk + 8] = number.to_bytes(8, "little")
             segment.view.seal(slot)
             began = time.perf_counter()

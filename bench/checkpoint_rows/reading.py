@@ -1,4 +1,4 @@
-"""Rows of one rank that reads a slot from another node's vault, with nobody beside it."""
+"""Rows of one rank that reads a slot from another node's vault, without other readers."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from statistics import median
 
 import numpy as np
 import torch
-from everstep_trainer.memory_tier.vault_client import VaultClient
-from everstep_trainer.restore.byte_moves import TensorCopies, split_into_batches
-from everstep_trainer.restore.remote_slots import SlotStreams
 
 from bench.checkpoint_rows.limits import loopback
-from bench.checkpoint_rows.processes import Crew
 from bench.checkpoint_rows.single import MIB, marks
 from bench.checkpoint_rows.vault_nodes import JOB, Fleet
+from bench.processes import ProcessPool
 from bench.table import Row
 from everstep.ids import Version
 from everstep.wire.v1.local import SlotInfo
+from everstep_trainer.slots.byte_moves import TensorCopies, split_into_batches
+from everstep_trainer.slots.remote_slots import SlotStreams
+from everstep_trainer.slots.vault_client import VaultClient
 
 HOLDER, READER = "n1", "n2"
 
 
-def read(crew: Crew, nbytes: int, repeats: int, judged: bool) -> list[Row]:
-    """Into memory that is there and into memory that is not, against one raw stream, before and after."""
+def read(pool: ProcessPool, nbytes: int, repeats: int, judged: bool) -> list[Row]:
+    """Measure reads into mapped and into new memory, against one raw stream before and after."""
     with Fleet((HOLDER, READER)) as fleet:
         fleet.generation((HOLDER, READER), 1)
-        raw = loopback(crew, fleet.warm, 1, nbytes, repeats)
-        warm, fresh = crew.one(reads, fleet.vaults[HOLDER].socket, fleet.vaults[READER].socket, nbytes, repeats)
-        raw += loopback(crew, fleet.warm, 1, nbytes, repeats)
+        raw = loopback(pool, fleet.warm, 1, nbytes, repeats)
+        warm, fresh = pool.one(reads, fleet.vaults[HOLDER].socket, fleet.vaults[READER].socket, nbytes, repeats)
+        raw += loopback(pool, fleet.warm, 1, nbytes, repeats)
     limit = nbytes / median(raw) / 1e9
     against = f"one raw loopback stream, {limit:.2f} GB/s"
     name = f"slot of {nbytes / MIB:.0f} MiB from a peer"
@@ -36,24 +36,26 @@ def read(crew: Crew, nbytes: int, repeats: int, judged: bool) -> list[Row]:
     return [
         Row(name, median(warm) * 1e3, "ms", against=against),
         Row(f"{name} against one raw stream", ratio, "x", *marks(judged, 0.6, 0.85), against, smaller_is_better=False),
-        Row(f"{name}, into memory that nobody has touched", median(fresh) * 1e3, "ms", against=against),
+        Row(f"{name}, into memory not touched before", median(fresh) * 1e3, "ms", against=against),
     ]
 
 
 def reads(holder: str, reader: str, nbytes: int, repeats: int) -> tuple[list[float], list[float]]:
-    """Seconds of each read of a slot that the vault at ``holder`` has, by a rank of the vault at ``reader``, in turns
-    into memory that was written before and into new."""
+    """Return the seconds of each read from the vault ``holder`` by a rank of the vault ``reader``.
+
+    Reads alternate between memory that was written before and new memory.
+    """
     there, here = VaultClient(holder), VaultClient(reader)
     try:
         slot = _fill(there, nbytes)
         warm = torch.zeros(nbytes, dtype=torch.uint8)
-        _read_s(here, slot, warm)  # nobody counts the first, which finds no connection known
+        _read_s(here, slot, warm)  # not measured: the first read has to connect
         took: tuple[list[float], list[float]] = [], []
         for _ in range(repeats):
             for times, target in zip(took, (warm, torch.empty(nbytes, dtype=torch.uint8)), strict=True):
                 times.append(_read_s(here, slot, target))
                 expected = torch.arange(nbytes // 8, dtype=torch.int64)
-                assert torch.equal(target.view(torch.int64), expected), "other bytes came"
+                assert torch.equal(target.view(torch.int64), expected), "the bytes read are wrong"
         return took
     finally:
         there.close()
@@ -61,7 +63,7 @@ def reads(holder: str, reader: str, nbytes: int, repeats: int) -> tuple[list[flo
 
 
 def _fill(vault: VaultClient, nbytes: int) -> SlotInfo:
-    """A sealed slot of numbers."""
+    """Seal a slot of numbers, and return its description."""
     version = Version(1, 1)
     view = vault.open_segment(JOB, 0, nbytes + (1 << 20), slots=1).view
     payload = view.begin(0, 0, version, b"a manifest", nbytes)

@@ -5,37 +5,37 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from bench.checkpoint_rows.processes import Crew
 from bench.checkpoint_rows.rank import Restores, Stalls, restores, snapshots
 from bench.checkpoint_rows.state import Size
 from bench.checkpoint_rows.vault_nodes import Fleet
+from bench.processes import ProcessPool
 from bench.table import Row
 from everstep.ids import Version
 
 MIB = 1 << 20
 NODE = "n1"
 COMPUTE_TIMES = 8
-"""How much longer than a memcpy the step is under which a copy goes on."""
+"""Factor by which a step during a copy is longer than a memcpy."""
 MEMCPY_BYTES_PER_S = 15e9
 
 
-def alone(crew: Crew, size: Size, repeats: int, *, restore: bool = True) -> tuple[Stalls, Restores | None]:
+def alone(pool: ProcessPool, size: Size, repeats: int, *, restore: bool = True) -> tuple[Stalls, Restores | None]:
     """Snapshots of a rank, and restores of the last one in a new process."""
     compute_s = max(0.05, COMPUTE_TIMES * size.nbytes / MEMCPY_BYTES_PER_S)
     with Fleet([NODE]) as fleet:
         spec, warm = fleet.generation([NODE], 1), str(fleet.warm)
         socket = fleet.vaults[NODE].socket
-        stalls: Stalls = crew.one(snapshots, spec, 0, socket, warm, size, repeats, compute_s)
+        stalls: Stalls = pool.one(snapshots, spec, 0, socket, warm, size, repeats, compute_s)
         if not restore:
             return stalls, None
         spec = fleet.generation([NODE], 1, floor=Version(spec.number, stalls.last))
-        filled: Restores = crew.one(restores, spec, 0, socket, warm, size, repeats, stalls.last)
+        filled: Restores = pool.one(restores, spec, 0, socket, warm, size, repeats, stalls.last)
         return stalls, filled
 
 
-def large(crew: Crew, size: Size, repeats: int, judged: bool) -> list[Row]:
+def large(pool: ProcessPool, size: Size, repeats: int, judged: bool) -> list[Row]:
     """The state of one rank."""
-    stalls, filled = alone(crew, size, repeats)
+    stalls, filled = alone(pool, size, repeats)
     assert filled is not None
     name = f"1 rank, {size.nbytes / MIB:.0f} MiB in {size.tensors} tensors"
     memcpy, back = median(stalls.memcpy), median(filled.memcpy)
@@ -55,7 +55,7 @@ def large(crew: Crew, size: Size, repeats: int, judged: bool) -> list[Row]:
 
 
 def stall_rows(name: str, stalls: Stalls, memcpy: float, judged: bool) -> list[Row]:
-    """How long the training thread is blocked, and as a multiple of a memcpy of the same bytes."""
+    """Return rows of the training thread's blocked time, also as a multiple of a memcpy of the same bytes."""
     blocked, under = median(stalls.blocked), median(stalls.under)
     longer = median(stalls.compute_beside) - median(stalls.compute)
     against = f"memcpy, {memcpy * 1e3:.1f} ms"
@@ -70,17 +70,17 @@ def stall_rows(name: str, stalls: Stalls, memcpy: float, judged: bool) -> list[R
 
 
 def phases(name: str, filled: Sequence[Restores]) -> list[Row]:
-    """Where the time of a restore goes: of the slowest rank, median."""
-    rounds = [[one.phases[number] for one in filled] for number in range(len(filled[0].phases))]
+    """Return rows of a restore's phases: the median of the slowest rank."""
+    rounds = [[fill.phases[number] for fill in filled] for number in range(len(filled[0].phases))]
     return [
-        Row(f"{name}: of it {phase}", median(max(one[phase] for one in ranks) for ranks in rounds) * 1e3, "ms")
+        Row(f"{name}: of it {phase}", median(max(fill[phase] for fill in ranks) for ranks in rounds) * 1e3, "ms")
         for phase in filled[0].phases[0]
     ]
 
 
-def small(crew: Crew, tensors: int, repeats: int) -> list[Row]:
-    """What a snapshot costs apart from its bytes."""
-    stalls, _ = alone(crew, Size(tensors, 1024), repeats, restore=False)
+def small(pool: ProcessPool, tensors: int, repeats: int) -> list[Row]:
+    """Measure the cost of a snapshot apart from its bytes."""
+    stalls, _ = alone(pool, Size(tensors, 1024), repeats, restore=False)
     memcpy = median(stalls.memcpy)
     name = f"1 rank, {tensors} tensors of 1 KiB"
     blocked, against = median(stalls.blocked) - memcpy, f"less {memcpy * 1e3:.2f} ms of memcpy"

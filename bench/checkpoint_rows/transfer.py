@@ -1,30 +1,30 @@
-"""Rows of one vault that copies a slot to another: from the word that it is sealed to the peer's acknowledgement."""
+"""Rows of one vault that copies a slot to another: from the report of a sealed slot to the peer's acknowledgement."""
 
 from __future__ import annotations
 
 from statistics import median
 
 from bench.checkpoint_rows.limits import loopback
-from bench.checkpoint_rows.processes import Crew
 from bench.checkpoint_rows.rank import replications
 from bench.checkpoint_rows.single import MIB, marks
 from bench.checkpoint_rows.vault_nodes import Fleet
+from bench.processes import ProcessPool
 from bench.table import Row
 
 STREAMS = (1, 2, 4)
 FIRST = 2
-"""Of the copies measured, those that met pages nobody had touched: one for each slot."""
+"""Number of measured copies into pages not touched before: one for each slot."""
 
 
-def replicated(crew: Crew, nbytes: int, repeats: int, judged: bool) -> list[Row]:
-    """With one stream against one raw stream; with several against the best that several raw ones do."""
+def replicated(pool: ProcessPool, nbytes: int, repeats: int, judged: bool) -> list[Row]:
+    """Measure one stream against one raw stream, and several against the best rate of several raw streams."""
     raw, ours = {}, {}
     for streams in STREAMS:
         with Fleet(("n1", "n2"), streams) as fleet:
             spec = fleet.generation(("n1", "n2"), 2)
-            before = loopback(crew, fleet.warm, streams, nbytes, repeats)
-            ours[streams] = crew.one(replications, spec, fleet.vaults["n1"].socket, nbytes, "n2", repeats)
-            raw[streams] = median(before + loopback(crew, fleet.warm, streams, nbytes, repeats))
+            before = loopback(pool, fleet.warm, streams, nbytes, repeats)
+            ours[streams] = pool.one(replications, spec, fleet.vaults["n1"].socket, nbytes, "n2", repeats)
+            raw[streams] = median(before + loopback(pool, fleet.warm, streams, nbytes, repeats))
     rates = {streams: nbytes / median(took[FIRST:]) / 1e9 for streams, took in ours.items()}
     limits = {streams: nbytes / took / 1e9 for streams, took in raw.items()}
     best = max(limits, key=lambda streams: limits[streams])

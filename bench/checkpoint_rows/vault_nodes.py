@@ -17,10 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from everstep_agent.vault.settings import VaultSettings, encode_settings
-from everstep_controller.core.checkpoints.parity import form_groups
-from everstep_controller.core.checkpoints.placement import FailureDomains, place_replicas
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from everstep.ids import Version
 from everstep.layout.vault_status import LOCK_FILE
@@ -29,6 +26,9 @@ from everstep.wire.framing import FrameDecoder, encode_frame
 from everstep.wire.v1 import local
 from everstep.wire.v1.training import GenerationSpec, Holder, JobSpec, RestoreRule
 from everstep.wire.v1.vault_reports import Protection
+from everstep_agent.vault.settings import VaultSettings, encode_settings
+from everstep_controller.core.checkpoints.parity import form_groups
+from everstep_controller.core.checkpoints.placement import FailureDomains, place_replicas
 
 JOB = "bench"
 SECRET = "00" * 32
@@ -91,7 +91,7 @@ class NodeVault:
         raise RuntimeError(f"the vault of {self.node} hung up")
 
     def statistics(self) -> local.StatisticsAnswer:
-        """What the vault says of itself."""
+        """Return the vault's statistics."""
         answer = self.ask(local.Statistics(request=1))
         assert isinstance(answer, local.StatisticsAnswer)
         return answer
@@ -213,7 +213,7 @@ class Fleet:
                 )
                 for home in group.parity
             ]
-            members = {one.members_digest for one in made if isinstance(one, local.Protected)}
+            members = {answer.members_digest for answer in made if isinstance(answer, local.Protected)}
             if len(members) != 1:
                 raise RuntimeError(f"P and Q of group {group.group} do not belong together: {made}")
         return protection
@@ -222,7 +222,7 @@ class Fleet:
         return [self.vaults[node].socket for node in nodes]
 
     def stated_bytes(self) -> int:
-        """What the vaults say that their files take."""
+        """Return the bytes of the vaults' files by their own statistics."""
         return sum(vault.statistics().gauges["segment_bytes"] for vault in self.vaults.values())
 
 

@@ -94,7 +94,7 @@ def _rows(outcome: Outcome) -> list[Row]:
 
 
 def _repriced(outcome: Outcome, assumptions: Assumptions) -> list[Row]:
-    """What the same decisions would cost under other assumptions."""
+    """Return the cost of the same decisions under other assumptions."""
     return [
         Row(f"  with {name}", 100 * outcome.repriced(assumptions.model, model), "%")
         for name, model in repricings(assumptions.model).items()
@@ -102,7 +102,7 @@ def _repriced(outcome: Outcome, assumptions: Assumptions) -> list[Row]:
 
 
 def _replayed(progress: Progress, nodes: int, assumptions: Assumptions) -> list[Row]:
-    """What would have been decided under other assumptions."""
+    """Play the fleet again under other assumptions, with other decisions, and return the rows."""
     gpus = f"{nodes * GPUS_PER_NODE:,} GPUs, {assumptions.days:g} days"
     base = _play(progress, "as above", nodes, assumptions)
     rows = [Row(f"{gpus}: played again as above", 100 * base.ratio, "%")]

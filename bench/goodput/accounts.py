@@ -1,4 +1,4 @@
-"""Where a job's GPU-hours went: stepping, waiting for nodes, or standing still, each lost hour under its cause."""
+"""Accounts of a job's GPU-hours: stepping, waiting for nodes, or standing still, with the cause of each lost hour."""
 
 from __future__ import annotations
 

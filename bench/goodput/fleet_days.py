@@ -10,10 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from everstep_controller.core import events as ev
-from everstep_controller.core.effects import Audit, Effect, PutGeneration, PutVerdict, RequestRemediation, Send
-from everstep_controller.core.policy import CorePolicy
-
 from bench.failures import Failure, load
 from bench.goodput.accounts import HOUR_S, Accounts
 from bench.goodput.fleet_nodes import JOB, FleetOfNodes, FleetPlan
@@ -32,10 +28,20 @@ from everstep.wire.v1.training import (
     Resumed,
     VersionSealed,
 )
+from everstep_controller.core import events as ev
+from everstep_controller.core.effects import (
+    AppendToEventLog,
+    Effect,
+    PutGeneration,
+    PutVerdict,
+    RequestRemediation,
+    Send,
+)
+from everstep_controller.core.policy import CorePolicy
 
 PROBE_S = 10.0
 TRANSIENTS_S = {"agent_restart": 2.0, "network_blip": 8.0}
-"""How long a node is away for nothing."""
+"""Seconds for which a node is away in a harmless absence."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,7 @@ class FleetDays(FleetOfNodes):
                     self._remedy(remedy.id, remedy.node, remedy.kind)
                 case Send(node=name, body=RunProbe() as body):
                     self._after(PROBE_S, lambda n=name, b=body: self._probe(n, b))  # type: ignore[misc]
-                case Audit(entry=entry):
+                case AppendToEventLog(entry=entry):
                     self._told(entry.kind, entry.sentence)
                 case _:
                     pass

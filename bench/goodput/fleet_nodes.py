@@ -1,12 +1,8 @@
-"""Nodes that register, offer themselves to the one job, are treated, probed, repaired and given back."""
+"""Nodes that register, offer themselves to one job, and are remediated, probed, repaired and readmitted."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-from everstep_controller.core import events as ev
-from everstep_controller.core.effects import RemediationKind
-from everstep_controller.core.policy import CorePolicy
 
 from bench.goodput.fleet_time import FleetInTime, Node, Observer
 from everstep.errors import EverstepError
@@ -14,6 +10,9 @@ from everstep.vocabulary import NodeState
 from everstep.wire.v1.agent import Domain, Gpu, Register
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.training import JobSpec, LauncherJoined, ProbeFinished
+from everstep_controller.core import events as ev
+from everstep_controller.core.effects import RemediationKind
+from everstep_controller.core.policy import CorePolicy
 
 JOB = "run"
 REBOOT_S = 300.0
@@ -21,9 +20,11 @@ REBOOT_S = 300.0
 
 @dataclass(frozen=True)
 class FleetPlan:
-    """``nodes`` are the job's, ``spares`` wait beside them. ``reset_s``: after how long somebody looks at a latched
-    breaker and resets it. ``transients_per_node_day``: short absences that mean nothing. ``repair``: a factor on the
-    hours that repairs take."""
+    """The fleet and its operators.
+
+    ``nodes``: nodes of the job. ``spares``: nodes beside them. ``reset_s``: seconds after which an operator resets a
+    latched breaker. ``transients_per_node_day``: short harmless absences. ``repair``: factor on the hours of repairs.
+    """
 
     nodes: int
     spares: int
@@ -36,7 +37,7 @@ class FleetPlan:
 
 
 class FleetOfNodes(FleetInTime):
-    """What nodes do as long as nothing breaks them, and when it is mended."""
+    """Nodes as they behave without faults and after repairs."""
 
     def __init__(
         self, plan: FleetPlan, policy: CorePolicy, *, eager: bool = False, observe: Observer | None = None
@@ -50,7 +51,7 @@ class FleetOfNodes(FleetInTime):
         index = int(node.name[1:])
         gpu = Gpu(index=0, uuid=f"{node.name}-{node.gpus}", name="H100", pci_bus_id="0", memory_bytes=80 << 30)
         rack = f"r{index // self.plan.per_rack}"
-        words = Register(
+        register = Register(
             protocols=(1,),
             node=node.name,
             incarnation=node.life,
@@ -62,19 +63,19 @@ class FleetOfNodes(FleetInTime):
             findings=node.findings,
         )
         node.sleeps = False
-        self._handle(ev.AgentRegistered(register=words, trace=self._trace()))
+        self._handle(ev.AgentRegistered(register=register, trace=self._trace()))
         self._beat_until_well(node, node.life)
 
     def _join(self, node: Node) -> None:
         plan = self.plan
         spec = JobSpec(job=JOB, min_nodes=int(plan.least_share * plan.nodes), max_nodes=plan.nodes, digest_interval=10)
-        words = LauncherJoined(
+        joined = LauncherJoined(
             job=JOB, at=self.now, spec=spec, launcher=node.boots + 1, store=f"{node.name}:8000", generation=0
         )
-        self._report(node, words)
+        self._report(node, joined)
 
     def _back(self, node: Node) -> None:
-        """It is there again: its agent registers, its launcher joins."""
+        """Let the node return: its agent registers, and its launcher joins."""
         if node.away_until is None or node.away_until > self.now + 1e-6:
             return
         node.away_until = None
@@ -82,7 +83,7 @@ class FleetOfNodes(FleetInTime):
         self._join(node)
 
     def _repaired(self, node: Node, cause: str) -> None:
-        """What was broken is whole again; somebody gives the node back where that needs a word."""
+        """Repair the node. An operator readmits it if its state requires that."""
         if node.ill != cause or node.ill_until > self.now + 1e-6:
             return
         node.ill, node.findings, node.lies = "", (), False
@@ -103,7 +104,7 @@ class FleetOfNodes(FleetInTime):
             self._command(ev.OperatorAction.READMIT, node.name)
 
     def _remedy(self, remedy: str, name: str, kind: RemediationKind) -> None:
-        """Carried out; what is broken stays so until it is repaired."""
+        """Carry out a remediation. It does not mend the fault, which lasts until the repair."""
         wait_s = REBOOT_S if kind in (RemediationKind.REBOOT, RemediationKind.RESET_GPU) else 1.0
         event = ev.RemediationFinished(remediation_id=remedy, node=name, succeeded=True, trace=self._trace())
         self._after(wait_s, lambda: self._handle(event))
@@ -120,7 +121,7 @@ class FleetOfNodes(FleetInTime):
         try:
             self._handle(command)
         except EverstepError:
-            pass  # it stands as the order wants it already
+            pass  # the node is already in the requested state
 
     def _able(self, name: str) -> bool:
         node = self.by_name[name]

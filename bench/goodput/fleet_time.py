@@ -1,9 +1,8 @@
 """The decision core in virtual time: events, deadlines, and heartbeats that need not be played.
 
-Time jumps from one event to the next. Heartbeats on which nothing can depend are not played: a node that is well and
-out of probation beats once a second, and all that its beats change (``everstep_controller.core.state.Pulse``) is known
-without
-playing them, until the moment it falls silent. ``eager`` plays every one of them; a test holds that both decide alike.
+Time jumps from one event to the next. Heartbeats without consequences are not played: a healthy node sends one each
+second, and the changes that they make to its runtime record are known without playing them, until the node falls
+silent. ``eager`` plays every heartbeat; a test checks that both ways decide alike.
 """
 
 from __future__ import annotations
@@ -12,29 +11,31 @@ import heapq
 from collections import Counter
 from collections.abc import Callable
 
-from everstep_controller.core import engine
-from everstep_controller.core import events as ev
-from everstep_controller.core.effects import Effect
-from everstep_controller.core.liveness.node_liveness import PAUSE_DECAY_S
-from everstep_controller.core.policy import CorePolicy
-from everstep_controller.core.startup import restore_state
-
 from bench.goodput.accounts import HOUR_S
 from everstep.vocabulary import Finding, NodeState
 from everstep.wire.v1.training import AnyReport, RankProgress
+from everstep_controller.core import engine
+from everstep_controller.core import events as ev
+from everstep_controller.core.effects import Effect
+from everstep_controller.core.liveness.suspicion import PAUSE_DECAY_S
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.core.startup import restore_state
 
 START = 1_700_000_000.0
 ENTROPY = "5e" * 32
 BEAT_S = 1.0
 TICKS_APART_S = 0.01
-"""As ``everstep_controller.runtime.loop`` keeps them."""
+"""Seconds between two ticks, as in ``everstep_controller.runtime.loop``."""
 
 Observer = Callable[[ev.Event, list[Effect], float], None]
 
 
 class Node:
-    """``away_until``: it is silent until then (None: it is there). ``ill``: what is broken, and until when.
-    ``sleeps``: its beats are not played."""
+    """A node of the fleet.
+
+    ``away_until``: end of its silence (None: it is reachable). ``ill`` and ``ill_until``: its fault, and the end of it.
+    ``sleeps``: its heartbeats are not played.
+    """
 
     __slots__ = (
         "away_until",
@@ -64,12 +65,12 @@ class Node:
 
 
 class FleetInTime:
-    """The core, its clock, and nodes that beat. What follows from its decisions is a subclass's.
+    """The core, its clock, and nodes that send heartbeats. Subclasses carry out the core's decisions.
 
     Args:
-        hours: until its end; nodes that sleep are taken to beat until then.
-        eager: play every beat.
-        observe: told of every event, and of what was decided.
+        hours: Hours until the end. Sleeping nodes count as heard until then.
+        eager: Play every heartbeat.
+        observe: Called with every event, its effects and the time.
     """
 
     def __init__(self, policy: CorePolicy, nodes: int, hours: float, *, eager: bool, observe: Observer | None) -> None:
@@ -88,15 +89,15 @@ class FleetInTime:
         self._beat_at = START + BEAT_S
 
     def _carry_out(self, effects: list[Effect]) -> None:
-        """What is to be done about decisions."""
+        """Carry out the core's decisions."""
         raise NotImplementedError
 
     def _progress(self, node: Node) -> tuple[RankProgress, ...]:
-        """What a beat of the node tells of its ranks."""
+        """Return the progress of ranks in the node's next heartbeat."""
         raise NotImplementedError
 
     def _spokesman(self) -> Node | None:
-        """The node whose beats tell how far the job is; None while it stands still."""
+        """Return the node whose heartbeats report the job's step; None while the job does not step."""
         raise NotImplementedError
 
     # --- time --------------------------------------------------------------------------------------------------------
@@ -109,7 +110,7 @@ class FleetInTime:
         self._at(self.now + seconds, call)
 
     def _next(self, end: float) -> None:
-        """The next event of the world, or of the core."""
+        """Play the next event of the world or of the core."""
         due = engine.next_deadline(self.state)
         due = None if due is None else max(due, self._ticked_at + TICKS_APART_S)
         if self._heap and (due is None or self._heap[0][0] <= due):
@@ -127,7 +128,7 @@ class FleetInTime:
             self._handle(ev.Tick(trace=self._trace()))
 
     def _pass(self, now: float) -> None:
-        """Time goes by, and everybody who is there beats."""
+        """Let time pass, with heartbeats of all reachable nodes if every one is played."""
         while self._eager and self._beat_at <= now:
             self.now, self._beat_at = self._beat_at, self._beat_at + BEAT_S
             self._beat_all()
@@ -141,12 +142,12 @@ class FleetInTime:
     # --- beats -------------------------------------------------------------------------------------------------------
 
     def _hear_lazily(self) -> None:
-        """Somebody was heard within the last second: the core is not deaf."""
+        """Record that a message was received within the last second, as from the heartbeats that are not played."""
         if not self._eager:
             self.state.observer.last_received_at = self.now - BEAT_S / 2
 
     def _sleep(self, node: Node) -> None:
-        """From now on the node's beats are known without being played. ``heard_at`` lies where no silence can begin."""
+        """Stop playing the node's heartbeats. Its last message gets a time after the end, so that no silence begins."""
         if self._eager:
             return
         if not node.sleeps:
@@ -156,7 +157,7 @@ class FleetInTime:
         pulse.longest_pause_s = max(pulse.longest_pause_s, BEAT_S)
 
     def _wake(self, node: Node) -> None:
-        """Its beats count one by one again, beginning with the last of those that were not played."""
+        """Play the node's heartbeats again, beginning with the last one that was not played."""
         if node.sleeps:
             node.sleeps = False
             live = self.state.node_runtime[node.name]
@@ -183,7 +184,7 @@ class FleetInTime:
             self._sleep(node)
 
     def _beat_until_well(self, node: Node, life: int) -> None:
-        """On probation every beat counts."""
+        """Play every heartbeat while the node is on probation."""
         if node.life != life or node.away_until is not None or self._eager:
             return
         record = self.state.nodes[node.name]
@@ -202,7 +203,7 @@ class FleetInTime:
         self._carry_out(effects)
 
     def _report(self, node: Node, body: AnyReport) -> None:
-        """A node's report, if the node is there to give it."""
+        """Handle a node's report, if the node is reachable."""
         if node.away_until is not None or not node.life:
             return
         self._numbers[node.name] += 1
@@ -216,4 +217,4 @@ class FleetInTime:
         )
         self._handle(event)
         if node.sleeps:
-            self._sleep(node)  # a report is a word as well: it was heard now, and its beats go on
+            self._sleep(node)  # a report counts as a message too, and sets the time of the last one

@@ -8,6 +8,7 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 
 from bench.goodput.recovery_model import GPUS_PER_NODE
 from bench.goodput.runs import Outcome
@@ -26,7 +27,7 @@ def draw(path: Path, outcomes: list[Outcome], restart: dict[int, float], publish
     plt.close(figure)
 
 
-def _ratios(axes: plt.Axes, outcomes: list[Outcome], restart: dict[int, float], published: dict[str, float]) -> None:
+def _ratios(axes: Axes, outcomes: list[Outcome], restart: dict[int, float], published: dict[str, float]) -> None:
     places = range(len(outcomes))
     ours = [100 * outcome.ratio for outcome in outcomes]
     theirs = [100 * restart[outcome.nodes] for outcome in outcomes]
@@ -42,7 +43,7 @@ def _ratios(axes: plt.Axes, outcomes: list[Outcome], restart: dict[int, float], 
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _losses(axes: plt.Axes, outcomes: list[Outcome]) -> None:
+def _losses(axes: Axes, outcomes: list[Outcome]) -> None:
     """Lost GPU-hours by cause, as a share of all, one row a cause."""
     largest = outcomes[-1]
     causes = list(largest.lost)[:CAUSES_SHOWN][::-1]

@@ -3,11 +3,15 @@
 What was measured (docs/measures/recovery.md, ``bench.recovery``: 4 ranks on one machine) and how it is scaled:
 
 detection
-    A process's death reaches its agent as end-of-file: ``seen_s``. A GPU that drops out kills its process too, and its
-    sensor names it within a poll, ``sensor_s``. A machine that is gone says nothing: its peers' collectives fail after
+    A robust mutex tells the agent of a process's death, ``seen_s`` after it at any size
+    (``bench.recovery_rows.deaths``). Without it the end of a socket tells, and the kernel closes sockets only once it
+    has freed the process's memory: ``seen_by_socket_s``, by ``free_s_per_gib`` for each of ``touched_gib``. 10 GiB is a
+    judgement: what a rank has touched besides the slots, which outlive it. Not in the model: a replacement on the same
+    node starts only once the dead process is reaped. A GPU that drops out kills its process too, and its sensor names
+    it within a poll, ``sensor_s``. A machine that is gone says nothing: its peers' collectives fail after
     ``peers_notice_s``, and the core believes them when the node is overdue (its own policy decides when).
 decision and delivery
-    ``decide_s`` as ``bench.controller_latency`` measures it, and the roster to all: each node is sent all seats
+    ``decide_s`` as ``bench.failover`` measures it, and the roster to all: each node is sent all seats
     (``seat_bytes`` each, after deflation: 17,782 bytes are sent for 1,250 nodes) over the controller's network,
     ``controller_bytes_per_s``.
 leaving and meeting
@@ -36,6 +40,8 @@ import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
+from bench.recovery_rows.deaths import LARGE_GIB, SMALL_GIB, name_of
+
 GPUS_PER_NODE = 8
 LARGER_MODEL = 10
 """Times longer that a large model's objects take to build than those of the bench."""
@@ -45,7 +51,9 @@ LARGER_MODEL = 10
 class RecoveryModel:
     """Seconds and bytes; see the module's text for where they come from."""
 
-    seen_s: float = 0.03
+    seen_s: float = 0.005
+    touched_gib: float = 10.0
+    free_s_per_gib: float = 0.35
     sensor_s: float = 1.0
     peers_notice_s: float = 1.0
     decide_s: float = 0.0025
@@ -73,17 +81,38 @@ class RecoveryModel:
             found = [rows[key] for key in of_kills]
             if not found:
                 raise ValueError(f"{path} has no rows for {name!r}: give what bench.recovery --json has written")
-            return statistics.median(found)
+            median: float = statistics.median(found)
+            return median
 
         step_s = next((value / 1e3 for key, value in rows.items() if key.startswith("step with hooks")), None)
         if step_s is None:
             raise ValueError(f"{path} has no row for a step with hooks: run bench.recovery whole")
+        known = {
+            (size, by): value
+            for key, value in rows.items()
+            for size in (SMALL_GIB, LARGE_GIB)
+            for by in ("mutex", "socket")
+            if key.startswith(f"{name_of(size)}, known by {by}, median")
+        }
+        deaths = {}
+        if len(known) == 4:
+            freed_s = (known[LARGE_GIB, "socket"] - known[SMALL_GIB, "socket"]) / 1e3
+            deaths = {
+                "seen_s": known[LARGE_GIB, "mutex"] / 1e3,
+                "free_s_per_gib": freed_s / (LARGE_GIB - SMALL_GIB),
+            }
         return cls(
+            **deaths,
             leave_s=phase("abort") + phase("teardown"),
             meet_s=phase("rendezvous"),
             build_s=LARGER_MODEL * phase("build"),
             first_step_factor=max(0.0, phase("first_step") / step_s - 1.0),
         )
+
+    @property
+    def seen_by_socket_s(self) -> float:
+        """From a process's death until the end of its socket, where no mutex tells of it."""
+        return self.seen_s + self.touched_gib * self.free_s_per_gib
 
     def delivery_s(self, nodes: int) -> float:
         """From the decision until the last node has the roster."""

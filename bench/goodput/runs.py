@@ -6,13 +6,12 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 
-import msgspec
-from everstep_controller.core.policy import CorePolicy
-from everstep_controller.rulebook import with_rules
-
 from bench.failures import SIGMA, Failure, schedule
-from bench.goodput.fleet_days import FleetDays, FleetPlan, Regrouped
+from bench.goodput.fleet_days import FleetDays, Regrouped
+from bench.goodput.fleet_nodes import FleetPlan
 from bench.goodput.recovery_model import GPUS_PER_NODE, RecoveryModel
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.policy.rulebook import with_rules
 
 SEED = 54
 NODES_PER_EVICTION = 256
@@ -77,12 +76,10 @@ def site_policy(nodes: int, assumptions: Assumptions) -> CorePolicy:
     allowed = assumptions.evictions_per_hour
     if allowed is None:
         allowed = max(4, nodes // NODES_PER_EVICTION)
-    return msgspec.structs.replace(
-        with_rules(CorePolicy()),
-        eviction_count=allowed,
-        eviction_job_count=allowed,
-        commit_interval_s=3600.0,
-        straggler_window_s=3600.0,
+    return with_rules(CorePolicy()).with_values(
+        budget={"count": allowed, "job_count": allowed},
+        checkpoints={"commit_interval_s": 3600.0},
+        stragglers={"window_s": 3600.0},
     )
 
 
@@ -136,13 +133,14 @@ def repricings(model: RecoveryModel) -> dict[str, RecoveryModel]:
         "controller's network at a tenth": replace(model, controller_bytes_per_s=model.controller_bytes_per_s / 10),
         "spares without a warm process (30 s)": replace(model, activate_s=30.0),
         "a step takes 20 s": replace(model, step_s=20.0),
+        "a death is seen by the end of a socket": replace(model, seen_s=model.seen_by_socket_s),
         "a death is seen after 10 s": replace(model, seen_s=10.0),
     }
-    for one in fields(model):
-        if one.name not in DECIDING:
-            value = getattr(model, one.name)
-            changed[f"{one.name} halved, {value / 2:.3g}"] = replace(model, **{one.name: value / 2})
-            changed[f"{one.name} doubled, {2 * value:.3g}"] = replace(model, **{one.name: 2 * value})
+    for model_field in fields(model):
+        if model_field.name not in DECIDING:
+            value = getattr(model, model_field.name)
+            changed[f"{model_field.name} halved, {value / 2:.3g}"] = replace(model, **{model_field.name: value / 2})
+            changed[f"{model_field.name} doubled, {2 * value:.3g}"] = replace(model, **{model_field.name: 2 * value})
     return changed
 
 

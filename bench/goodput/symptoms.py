@@ -1,4 +1,4 @@
-"""How each cause of the failure table shows itself: as a process that ends, a finding, or silence."""
+"""Symptoms of each cause of the failure table: a process that ends, a finding, or silence."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Symptom:
     action: Action = Action.NONE
 
     def finding(self, cause: str, since: float) -> Finding:
-        """What the agent tells."""
+        """Return the agent's finding."""
         assert self.kind is not None
         return Finding(
             kind=self.kind,

@@ -17,10 +17,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from everstep_trainer.runtime.abort import GlooBackend, NcclBackend
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from bench.gpu_steps.sheet import NotRun, Sheet, not_run, require_gpus
 from bench.table import Row
+from everstep_trainer.runtime.abort import GlooBackend, NcclBackend
 
 FLOOR_S, AIM_S = 2.0, 0.5
 """After 2 s (``HookSettings.leave_timeout_s``) a process that has not left its generation is replaced."""
@@ -61,14 +62,14 @@ def locked_row(context: Any) -> Row:
 
 def lost_row(context: Any, backend: str, device: str) -> Row:
     """Seconds from the abort until a rank is out of an all-reduce whose other member stands still."""
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     where, name = ("CPU" if device == "cpu" else "CUDA"), backend.upper() if backend == "nccl" else backend
     ranks = [_start(context, stopped_peer, backend, device, store.port, rank) for rank in range(2)]
     try:
         store.wait(["ready/1"], STORE_S)
         assert ranks[1][0].pid is not None
         os.kill(ranks[1][0].pid, signal.SIGSTOP)
-        store.set("stopped", b"")
+        store.set("stopped", b"")  # type: ignore[arg-type]  # bytes are taken, too
         seconds = _answer(ranks[0][1])[0]
     finally:
         _end(ranks)
@@ -91,7 +92,7 @@ def missing_peer() -> tuple[float, float]:
     assert settled, f"the abort was not done within {ANSWER_S:.0f} s"
     dist.destroy_process_group()
     whole = float(torch.ones(8, device=device).sum()) == 8.0
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     dist.init_process_group("cuda:nccl", store=store, rank=0, world_size=1)
     alone = torch.ones(1, device=device)
     dist.all_reduce(alone)
@@ -124,7 +125,7 @@ def _joined_alone(backend: NcclBackend) -> tuple[NcclBackend, torch.device]:
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     backend.prepare()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     dist.init_process_group("cuda:nccl", store=store, rank=0, world_size=2)
     return backend, device
 
@@ -136,12 +137,12 @@ def stopped_peer(name: str, device: str, port: int, rank: int) -> tuple[float, f
     if where.type == "cuda":
         torch.cuda.set_device(where)
     backend.prepare()
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=STORE_S, wait_for_workers=False)
-    dist.init_process_group(backend.name, store=dist.PrefixStore("g", store), rank=rank, world_size=2)
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=STORE_S, wait_for_workers=False)
+    dist.init_process_group(backend.name, store=PrefixStore("g", store), rank=rank, world_size=2)
     here = torch.ones(1, device=where)
     dist.all_reduce(here)
     assert here.item() == 2.0
-    store.set(f"ready/{rank}", b"")
+    store.set(f"ready/{rank}", b"")  # type: ignore[arg-type]  # bytes are taken, too
     if rank == 1:
         signal.pause()
     store.wait(["stopped"], STORE_S)

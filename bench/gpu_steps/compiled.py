@@ -1,4 +1,4 @@
-"""The same measurements of a model under torch.compile: compiled steps, snapshots beside them, and a restore."""
+"""Measurements of a model under torch.compile: compiled steps, snapshots beside them, and a restore."""
 
 from __future__ import annotations
 

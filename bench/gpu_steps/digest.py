@@ -1,4 +1,4 @@
-"""How fast digests of parameters are made, against a copy within the same memory in the same run."""
+"""Rate of parameter digests, against a copy within the same memory in the same run."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Callable
 from statistics import median
 
 import torch
-from everstep_trainer.sdc.digests import digest as digests
-from everstep_trainer.sdc.digests.digest import WeightedDigest
-from everstep_trainer.sdc.digests.digest_weights import ROW_BYTES
 
 from bench.gpu_steps.sheet import Sheet
 from bench.table import Row
+from everstep_trainer.digests import digest as digests
+from everstep_trainer.digests.digest import WeightedDigest
+from everstep_trainer.digests.digest_weights import ROW_BYTES
 
 TENSORS, TENSOR_BYTES, CPU_TENSOR_BYTES = 64, 64 << 20, 64 << 10
 COMPARED_BYTES = 64 << 20
@@ -89,7 +89,7 @@ def copy_rate(tensors: list[torch.Tensor], where: torch.device) -> float:
 def timed(work: Callable[[], object], where: torch.device) -> float:
     """Median seconds of ``work``; on a GPU between two events around it."""
     work()
-    took = []
+    took: list[float] = []
     for _ in range(REPEATS):
         if where.type == "cuda":
             first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from statistics import median
 
-from bench import everstep_runs as runs
 from bench.gpu_steps.sheet import NotRun, Sheet, not_run, require_gpus
+from bench.recovery_rows import everstep_runs as runs
 from bench.table import Row
 
 KILLS, APART, CPU_APART = 2, 400, 20
@@ -30,10 +30,10 @@ def step(sheet: Sheet, device: str) -> None:
 def rows(name: str, layout: str, place: runs.Place) -> list[Row]:
     """From the kill of a rank to the next step that the other finishes; and the finished steps that were lost."""
     outcome = runs.faults(layout, VICTIM, "between", "KILL", KILLS, place)
-    seconds = [one.seconds for one in outcome.recovered]
+    seconds = [recovery.seconds for recovery in outcome.recovered]
     known = [each for each in seconds if each is not None]
     value = median(known) if known and len(known) == KILLS else None
-    lost = max((one.steps_lost for one in outcome.recovered), default=None)
+    lost = max((recovery.steps_lost for recovery in outcome.recovered), default=None)
     recovered = f"{len(known)} of {KILLS} recovered"
     return [
         Row(f"{name}: rank killed to the next finished step", value, "s", FLOOR_S, AIM_S, recovered),

@@ -47,9 +47,11 @@ class Block(nn.Module):
         """``[batch, length, width]`` to the same."""
         batch, length, width = x.shape
         parts = self.qkv(self.before_attention(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(*parts.unbind(0), is_causal=True)
+        query, key, value = parts.unbind(0)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(functional.gelu(self.up(self.before_mlp(x))))
+        out: torch.Tensor = x + self.down(functional.gelu(self.up(self.before_mlp(x))))
+        return out
 
 
 class Gpt(nn.Module):

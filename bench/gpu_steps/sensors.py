@@ -8,19 +8,18 @@ import time
 from statistics import median
 from typing import Any
 
-from everstep_agent.probes.child import MATMUL_SIZE_CPU, MATMUL_SIZE_CUDA
-from everstep_agent.probes.prober import Prober
-from everstep_agent.sensors.gpu import GpuSensor
-from everstep_agent.sensors.samples import GpuSample
-from everstep_agent.virtual.scenario import VirtualMachine, load_scenario
-from everstep_agent.virtual.virtual_nvml import install, uninstall
-
 from bench.gpu_steps.sheet import Sheet, not_run
 from bench.table import Row
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.vocabulary import ProbeKind
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.training import ProbeFinished
+from everstep_agent.drivers.samples import GpuSample
+from everstep_agent.probes.child import MATMUL_SIZE_CPU, MATMUL_SIZE_CUDA
+from everstep_agent.probes.prober import Prober
+from everstep_agent.sensors.gpu import GpuSensor
+from everstep_agent.virtual.scenario import VirtualMachine, load_scenario
+from everstep_agent.virtual.virtual_nvml import install, uninstall
 
 POLLS = 5
 PROBE_S = 60.0
@@ -95,7 +94,7 @@ def poll_row(took: list[float]) -> Row:
 
 
 def event_row(sensor: GpuSensor) -> Row:
-    """Whether XIDs can be waited for."""
+    """Return a row that says whether NVML can wait for XID events."""
     events = sensor.wait_xid_events(0.0)
     found = "no event set: XIDs come from the kernel log alone" if events is None else f"{len(events)} pending"
     return Row("NVML: XID events can be waited for", float(events is not None), "", against=found)

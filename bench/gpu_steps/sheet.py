@@ -46,7 +46,7 @@ class Sheet:
 
 
 def read(path: Path) -> Sheet:
-    """What a step has written; empty where it has written nothing."""
+    """Return the content that a step has written, empty if there is none."""
     if not path.exists():
         return Sheet(path)
     said = json.loads(path.read_text())

@@ -15,25 +15,25 @@ from pathlib import Path
 from statistics import median
 
 import torch
-import torch.distributed as dist
-from everstep_trainer.restore.restorer import Restoration
-from everstep_trainer.sdc.digests.digest import WeightedDigest
-from everstep_trainer.snapshot.pace import StepStopwatch
-from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
-from everstep_trainer.snapshot.snapshotter import Snapshotter
-from everstep_trainer.state.tracked_state import TrackedState
+from torch._C._distributed_c10d import PrefixStore
 
-from bench.checkpoint_rows.processes import Crew
 from bench.checkpoint_rows.rank import SEAL_S, WARM_UPS, Heard, Rank
 from bench.checkpoint_rows.single import NODE
 from bench.checkpoint_rows.vault_nodes import Fleet
 from bench.gpu_steps.gpt import Shape, Training
 from bench.gpu_steps.sheet import NotRun, Sheet
+from bench.processes import ProcessPool
 from bench.table import Row
 from everstep.ids import Version
 from everstep.layout.slots import SLOTS_PER_RANK
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.training import GenerationSpec
+from everstep_trainer.digests.digest import WeightedDigest
+from everstep_trainer.restore.restorer import Restoration
+from everstep_trainer.snapshot.pace import StepStopwatch
+from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
+from everstep_trainer.snapshot.snapshotter import Snapshotter
+from everstep_trainer.state.tracked_state import TrackedState
 
 SHAPES = (
     Shape("1 B parameters", layers=20, width=2048, heads=16),
@@ -101,12 +101,12 @@ def measure(sheet: Sheet, device: str, shape: Shape, compiled: str = "", name: s
     """Train, store and restore in processes of their own; rows as they are known."""
     judged = device == "cuda"
     repeats, steps = (REPEATS, STEPS) if judged else (CPU_REPEATS, CPU_STEPS)
-    with Crew() as crew, Fleet([NODE]) as fleet:
+    with ProcessPool(["bench.checkpoint_rows.rank"]) as pool, Fleet([NODE]) as fleet:
         spec, socket = fleet.generation([NODE], 1), fleet.vaults[NODE].socket
-        figures: Figures = crew.one(trained, spec, socket, shape, device, compiled, repeats, steps)
+        figures: Figures = pool.one(trained, spec, socket, shape, device, compiled, repeats, steps)
         sheet.add(*snapshot_rows(f"{name}, {shape.name}", figures, judged))
         spec = fleet.generation([NODE], 1, floor=Version(spec.number, figures.last))
-        back: Back = crew.one(restored, spec, socket, shape, device, repeats, figures.last, figures.state)
+        back: Back = pool.one(restored, spec, socket, shape, device, repeats, figures.last, figures.state)
         sheet.add(*restore_rows(f"{name}, {shape.name}", figures.nbytes, back))
 
 
@@ -119,13 +119,28 @@ def snapshot_rows(name: str, figures: Figures, judged: bool) -> list[Row]:
     percent = 100.0 / plain
     return [
         Row(f"{name}: step", plain * 1e3, "ms"),
-        Row(f"{name}: held up by a snapshot, against the step", median(figures.stalls) * percent, "%", *stall, step),
+        Row(
+            f"{name}: held up by a snapshot, against the step",
+            median(figures.stalls) * percent,
+            "%",
+            stall[0],
+            stall[1],
+            step,
+        ),
         Row(f"{name}: step beside snapshots", median(figures.beside) * 1e3, "ms", against=step),
         Row(
             f"{name}: held up by one each step", median(figures.dense) * percent, "%", against="waits for the last seal"
         ),
         Row(f"{name}: copied and sealed", median(figures.sealed) * 1e3, "ms", against="nothing else under way"),
-        Row(f"{name}: copy against pinned copies", 100.0 * limit / copied, "%", *copy, pinned, smaller_is_better=False),
+        Row(
+            f"{name}: copy against pinned copies",
+            100.0 * limit / copied,
+            "%",
+            copy[0],
+            copy[1],
+            pinned,
+            smaller_is_better=False,
+        ),
     ]
 
 
@@ -222,7 +237,7 @@ class Loop:
         """Seconds of each of ``count`` steps, and for how long each snapshot held them up. ``every`` 0: no snapshot."""
         told: list[float | None] = []
         took: list[float] = []
-        watch = StepStopwatch(lambda _, held_up: told.append(held_up), SYSTEM_CLOCK)
+        watch = StepStopwatch(lambda times: told.append(times.blocked_s), SYSTEM_CLOCK)
         gpus = [self._where] if self._where.type == "cuda" else []
         for number in range(count):
             began = time.perf_counter()
@@ -256,7 +271,7 @@ def restored(
             run = Training(shape, where)
             _synchronize(where)
             began = time.perf_counter()
-            store = dist.PrefixStore(f"restore-{number}", one.store)
+            store = PrefixStore(f"restore-{number}", one.store)
             restoration = Restoration(one.vault, spec, one.member, store)
             result = restoration.fill(TrackedState({"model": run.model, "optimizer": run.optimizer}))
             _synchronize(where)

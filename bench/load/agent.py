@@ -64,7 +64,7 @@ class _Push(msgspec.Struct):
 
 
 class Host(Protocol):
-    """What an agent tells the crowd it belongs to."""
+    """The callbacks of an agent to its crowd."""
 
     def answered(self, agent: Agent, latency_s: float) -> None: ...
     def progressed(self, agent: Agent, phase: str) -> None: ...
@@ -171,7 +171,7 @@ class Agent:
         self._ask_at = 0.0
 
     def _take_back(self) -> None:
-        """What was not acknowledged is said again."""
+        """Send the reports again that were not acknowledged."""
         self._spool.extendleft(reversed(self._asked))
         self.number -= len(self._asked)
         self._asked = []

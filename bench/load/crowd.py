@@ -1,7 +1,7 @@
-"""A process full of lean agents: ``python -m bench.load.crowd``, orders as lines of JSON in, an answer to each out.
+"""A process with many lean agents: ``python -m bench.load.crowd``. It reads orders as JSON lines, and answers each.
 
-One thread around one epoll. Beats are due at fixed times, spread evenly over the interval; how late the crowd itself is
-with them is measured too, so that the controller is not blamed for it.
+One thread runs one epoll loop. Heartbeats are due at fixed times, spread evenly over the interval. The crowd also
+measures its own lateness, so that it does not count against the controller.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from everstep.vocabulary import Severity
 from everstep.wire.v1.training import AnyReport, FindingRaised
 
 LONGEST_POLL_S = 0.002
-"""How late a beat may be for want of looking at the clock."""
+"""Longest wait in seconds between two looks at the clock, by which a heartbeat may be late."""
 RESUME_AT_ONCE = 16
 AGAIN_S = (0.2, 1.0)
-"""After which news is said again whose connection broke: drawn from between, as the agent's back-off does."""
+"""Bounds of the seconds until reports are sent again after a broken connection, as with the agent's back-off."""
 
 
 class Crowd:
-    """The agents of one process, and what came of them.
+    """The agents of one process, and their measurements.
 
     Args:
-        order: the first order: where the controller is, and which part of the fleet this is.
+        order: The first order, with the controllers' addresses and this process's part of the fleet.
     """
 
     def __init__(self, order: dict[str, Any]) -> None:
@@ -62,7 +62,9 @@ class Crowd:
         self._storms: list[_Storm] = []
         self._random = random.Random(order["first"])
         self._resuming: deque[tuple[Agent, Seats, int]] = deque()
-        self._in_generation: set[Agent] = set()  # both kept, not counted when asked: of 125,000 agents that takes long
+        self._in_generation: set[Agent] = (
+            set()
+        )  # both are sets, since counting 125,000 agents on each request takes long
         self._unreported: set[Agent] = set()
         self.phases: Counter[str] = Counter()
         self.refusals: Counter[str] = Counter()
@@ -78,7 +80,7 @@ class Crowd:
         token = mint(secret, TokenRole.AGENT, name)
         return Agent(index, messages.job_of(index, self._jobs), messages.upgrade(index, token), self)
 
-    # --- what agents tell ----------------------------------------------------------------------------------------
+    # --- callbacks of agents -------------------------------------------------------------------------------------
 
     def answered(self, agent: Agent, latency_s: float) -> None:
         self.latencies.append(latency_s)
@@ -114,12 +116,12 @@ class Crowd:
             agent.show()
 
     def ended(self, agent: Agent) -> None:
-        """It was told not to hold its session, and waits for nothing."""
+        """Close the session of an agent that must not keep it open, and that waits for no answer."""
         self._forget(agent)
         self.phases["hung up"] += 1
 
     def seats_of(self, body: bytes, deflated: bool) -> Seats | None:
-        """All nodes of a generation are sent the same: it is read once."""
+        """Return the seats of a generation. All nodes get the same bytes, which are decoded once."""
         if body not in self._seats:
             if len(self._seats) > 64:
                 self._seats.clear()
@@ -138,7 +140,7 @@ class Crowd:
         self._epoll.register(descriptor, select.EPOLLIN | (select.EPOLLOUT if agent.connecting else 0))
 
     def _report(self, agent: Agent, *reports: AnyReport) -> None:
-        """Something urgent, which does not wait for the next beat of an agent that has hung up."""
+        """Send urgent reports, which do not wait for the next heartbeat of an agent without a session."""
         if agent.sock is None:
             self._connect(agent)
         self._unreported.add(agent)
@@ -156,7 +158,7 @@ class Crowd:
         self.refusals[f"connection: {error}"] += 1
         self._forget(agent)
         agent.beat_sent_at = 0.0
-        if not agent.shown:  # it tries again, after all others
+        if not agent.shown:  # it connects again after all others
             agent.seq = 0
             self._opening.append(agent)
             self._open_more()
@@ -164,7 +166,7 @@ class Crowd:
             heappush(self._again, (time.perf_counter() + self._random.uniform(*AGAIN_S), agent.index, agent))
 
     def _go_elsewhere(self, agent: Agent, refusal: str) -> None:
-        """Its session ended, for the next address at once; or that one refused it."""
+        """Go to the next address: at once after the end of a session, or with a pause after a refusal."""
         pause_s = self.homecoming.pause_s(refusal) if agent.away else 0.0
         agent.home += not agent.away
         agent.away, agent.beat_sent_at = True, 0.0
@@ -183,9 +185,9 @@ class Crowd:
     # --- time ----------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Until its standard input ends."""
+        """Run until standard input ends."""
         while True:
-            timeout = self._do_what_is_due()
+            timeout = self._run_due()
             ready = self._epoll.poll(0.0 if self._resuming else timeout, 4096)
             self._resume_some(1 if ready else RESUME_AT_ONCE)
             for descriptor, events in ready:
@@ -198,7 +200,7 @@ class Crowd:
                     self._serve(agent, descriptor, events)
 
     def _resume_some(self, most: int) -> None:
-        """Ranks step after everybody has been told: on machines of their own, nobody's report delays another's push."""
+        """Report steps after all nodes got the generation: on real machines no report delays another node's push."""
         for _ in range(min(len(self._resuming), most)):
             agent, seats, first = self._resuming.popleft()
             self._report(agent, *messages.resumed(seats.job, seats.number, first))
@@ -213,8 +215,8 @@ class Crowd:
         except OSError as error:
             self._broken(agent, error)
 
-    def _do_what_is_due(self) -> float:
-        """Returns how long nothing more is due, seconds."""
+    def _run_due(self) -> float:
+        """Send everything that is due, and return the seconds until more is due."""
         now = time.perf_counter()
         while self._again and self._again[0][0] <= now:
             self._come_again(heappop(self._again)[-1])
@@ -242,8 +244,8 @@ class Crowd:
 
     def _beat(self, agent: Agent) -> None:
         if not agent.seq or (agent.away and agent.sock is None):
-            return  # it has not registered yet, or waits to ask elsewhere
-        if agent.beat_sent_at:  # as the real agent, which waits for its answer
+            return  # it has not registered yet, or waits to try another address
+        if agent.beat_sent_at:  # the real agent also waits for the answer
             self.skipped += 1
             return
         try:
@@ -255,7 +257,7 @@ class Crowd:
             self._broken(agent, error)
 
     def _come_again(self, agent: Agent) -> None:
-        """Of an agent that has not come back meanwhile."""
+        """Connect an agent again, unless it has come back meanwhile."""
         if agent.sock is not None or not (agent.away or agent.unreported()):
             return
         try:
@@ -275,13 +277,13 @@ class Crowd:
         sys.stdout.flush()
 
     def do_open(self, window: int) -> None:
-        """Opens all sessions and registers, ``window`` at a time."""
+        """Open all sessions and register, ``window`` at a time."""
         self._opening.extend(self.agents)
         for _ in range(window):
             self._open_more()
 
     def do_return(self) -> None:
-        """Every agent's connection breaks, and all come again at once, as after a controller's death."""
+        """Break every agent's connection, and connect all again at once, as after a controller's death."""
         for agent in self.agents:
             self._forget(agent)
             agent.seq, agent.beat_sent_at, agent.shown = 0, 0.0, False
@@ -299,12 +301,12 @@ class Crowd:
         return max((agent.generation for agent in self.agents if agent.job == job), default=0)
 
     def do_beat(self, interval_s: float, loss: float = 0.0, jitter_s: float = 0.0) -> None:
-        """Begins to beat, each agent at its own time; or, with 0, ends it."""
+        """Start the heartbeats, each agent at its own time. An interval of 0 ends them."""
         self._interval_s, self._loss, self._jitter_s = interval_s, loss, jitter_s
         self._began_at, self._due, self._late = time.perf_counter(), 0, []
 
     def do_status(self) -> dict[str, Any]:
-        """How far everything has come."""
+        """Return counts of phases, refusals, sessions and reports."""
         return {
             "phases": self.phases,
             "refusals": self.refusals,
@@ -316,7 +318,7 @@ class Crowd:
         }
 
     def do_sample(self) -> dict[str, Any]:
-        """What was measured since the last sample."""
+        """Return the measurements since the last sample."""
         answer = {
             "beats": summary(self.latencies),
             "reports": summary(self.report_latencies),
@@ -327,14 +329,16 @@ class Crowd:
         return answer
 
     def do_home(self) -> list[float]:
-        """When agents that had lost their controller were answered by another."""
+        """Return the times at which agents that lost their controller were answered by another one."""
         return sorted(self.homecoming.answered)
 
     def do_lose_rank(self, job: str) -> dict[str, Any] | None:
-        """One agent of the job, each time the next, reports the loss of its first rank: a node that lost them all would
-        be left out for it. Returns when, and in which generation; None where none of the job's agents is in this
-        crowd."""
-        members = [one for one in self.agents if one.job == job and one.first_rank is not None]
+        """Let one agent of the job report the loss of its first rank, and return the time and the generation.
+
+        Each call takes the next agent, since a job leaves out a node that loses many ranks. Returns None if this crowd
+        has no agent of the job.
+        """
+        members = [agent for agent in self.agents if agent.job == job and agent.first_rank is not None]
         if not members:
             return None
         agent = members[members[0].generation % len(members)]
@@ -344,27 +348,27 @@ class Crowd:
         return {"at": at, "generation": generation}
 
     def do_entered(self, job: str, generation: int) -> dict[str, Any]:
-        """How many agents have heard of a generation, and when the last did."""
+        """Return the number of agents that have received a generation, and the time of the last one."""
         seen = self.entered_by.get((job, generation), [])
         return {"count": len(seen), "last": max(seen, default=0.0)}
 
     def do_fail(self, kinds: list[str]) -> dict[str, float]:
-        """As many nodes as ``kinds`` of faults, spread over the crowd, report one each. Returns when each did, wall."""
+        """Report one fault of each of ``kinds`` from nodes spread over the crowd. Returns the wall time by node."""
         count = len(kinds)
         failing = self.agents[:: max(1, len(self.agents) // max(1, count))][:count]
-        told = {}
+        reported_at = {}
         for agent, kind in zip(failing, kinds, strict=True):
-            told[agent.name] = SYSTEM_CLOCK.wall()
-            finding = failure_mix.finding(kind, told[agent.name])
+            reported_at[agent.name] = SYSTEM_CLOCK.wall()
+            finding = failure_mix.finding(kind, reported_at[agent.name])
             self._report(agent, FindingRaised(finding=finding, job=agent.job or None))
-        return told
+        return reported_at
 
     def do_storm(self, nodes: int, per_s: float, seconds: float) -> None:
-        """The last ``nodes`` agents report XIDs without end."""
+        """Let the last ``nodes`` agents report XIDs continuously."""
         self._storms = [_Storm(agent, per_s, seconds) for agent in self.agents[len(self.agents) - nodes :]]
 
     def do_calm(self) -> dict[str, int]:
-        """Reports that the storms made so far, and those not acknowledged yet."""
+        """Return the number of reports that the storms made so far, and of those not acknowledged yet."""
         return {
             "made": sum(storm.made for storm in self._storms),
             "open": sum(storm.agent.unreported() for storm in self._storms),
@@ -372,7 +376,7 @@ class Crowd:
 
 
 class _Storm:
-    """One node's kernel log gone mad: 29 XIDs over eight GPUs, again and again."""
+    """A storm of XIDs in one node's kernel log: 29 XIDs over eight GPUs, repeatedly."""
 
     def __init__(self, agent: Agent, per_s: float, seconds: float) -> None:
         self.agent = agent

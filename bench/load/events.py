@@ -1,4 +1,4 @@
-"""The controller's audit log as operators follow it: server-sent events, each with the time of its arrival."""
+"""The controller's event log as operators follow it: server-sent events, each with the time of its arrival."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from bench.load.fleet import Controller
 
 
 class Seen(NamedTuple):
-    """One line of the audit log. ``at``: wall seconds of its arrival here."""
+    """One line of the event log. ``at``: wall seconds of its arrival here."""
 
     at: float
     kind: str
@@ -42,7 +42,7 @@ class Follower:
             return  # the controller has ended
 
     def kinds(self, since: int = 0) -> Counter[str]:
-        """How often each kind was seen."""
+        """Return the number of events of each kind."""
         return Counter(event.kind for event in self.seen[since:])
 
     def first_verdicts(self, nodes: set[str], since: int = 0) -> dict[str, Seen]:

@@ -1,7 +1,7 @@
-"""What is wrong with nodes that fail at once: a mix of faults by the failure table, as their agents tell of it.
+"""A mix of faults for nodes that fail at once, in the proportions of the failure table, as agents report them.
 
-Only causes that a finding shows are in the mix. A network card's is left out: the rule on ports judges nobody in the
-first five minutes after boot, which a bench's nodes have never passed.
+The mix has only causes that a finding shows. Network cards are left out: the rule on ports judges no node in the first
+five minutes after boot, and the nodes of a bench are younger.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ FACES = {
     "gsp": ("xid/119", "xid/120"),
     "thermal": ("thermal",),
 }
-"""By cause of the failure table, names of the faults that it shows itself as, all as likely as one another; the XIDs
-are those that NVIDIA's catalogue gives for it (agent/everstep_agent/findings/xids.csv)."""
+"""For each cause of the failure table the faults by which it shows, all equally likely.
+
+The XIDs are those of NVIDIA's catalogue (agent/everstep_agent/findings/xids.csv).
+"""
 _KINDS = {"gpu_lost": "faulty_gpu", "hbm3": "hbm3", "gpu_sram": "gpu_sram", "thermal": "thermal"}
 
 
 def mixed(count: int, seed: int = 0) -> list[str]:
-    """So many faults by name, in the proportions of the failure table."""
+    """Return ``count`` names of faults, in the proportions of the failure table."""
     rates = {cause.name: cause.per_gpu_hour for cause in failures.load()}
     weights = {face: rates[cause] / len(faces) for cause, faces in FACES.items() for face in faces}
     return random.Random(seed).choices(list(weights), list(weights.values()), k=count)
 
 
 def finding(fault: str, since: float) -> Finding:
-    """What an agent tells of the fault of that name."""
+    """Return the finding that an agent reports for the fault of that name."""
     kind, _, number = fault.partition("/")
     if kind == "xid":
         return messages.xid(int(number), Severity.CRITICAL)

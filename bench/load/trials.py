@@ -1,4 +1,4 @@
-"""What is measured: one function a trial, each returning the rows of its table."""
+"""The trials of the load bench. Each function runs one trial, and returns the rows of its table."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from bench.table import Row
 
 MIB = 1 << 20
 VISIT_FLOOR_MS = 100.0
-"""What a person does not notice; a load balancer gives a health check a second or more."""
+"""Milliseconds that a person does not notice. Load balancers give a health check a second or more."""
 VISITORS_START_S = 1.0
 LOSSES_OF_A_NODE = 3
-"""Of ranks, within minutes: one that loses more is left out by its job."""
+"""Ranks that a node may lose within minutes. Its job leaves out a node that loses more."""
 CPU_PER_BEAT = "controller CPU per heartbeat"
 FULL_NODES, FULL_INTERVAL_S = 12_500, 1.0
-"""100,000 GPUs at the rate for which the fleet's figures are set."""
+"""The fleet of 100,000 GPUs, and the heartbeat interval, for which the figures are judged."""
 
 
 def begin(fleet: Fleet, interval_s: float, **chaos: float) -> None:
-    """Starts the beats and lets one interval pass, in which everything is warmed up."""
+    """Start the heartbeats, and let one interval pass as a warm-up."""
     fleet.all("beat", interval_s=interval_s, **chaos)
     time.sleep(max(2.0, 1.2 * interval_s))
     fleet.sample()
@@ -36,7 +36,7 @@ def begin(fleet: Fleet, interval_s: float, **chaos: float) -> None:
 
 
 def steady(fleet: Fleet, seconds: float, interval_s: float) -> list[Row]:
-    """Everybody beats, nothing happens."""
+    """Measure heartbeats of all nodes without any other event."""
     controller = fleet.controller
     writes = controller.metric("everstep_controller_commit_seconds_count")
     window = _Window(fleet)
@@ -44,7 +44,7 @@ def steady(fleet: Fleet, seconds: float, interval_s: float) -> list[Row]:
     took_s, cpu_s, beats, sample = window.end()
     writes = controller.metric("everstep_controller_commit_seconds_count") - writes
     judged = (fleet.nodes, interval_s) == (FULL_NODES, FULL_INTERVAL_S)
-    large = interval_s <= 1.0 and fleet.nodes >= 5000  # what a controller does beside beats counts little from here on
+    large = interval_s <= 1.0 and fleet.nodes >= 5000  # other work of a controller has little weight in such fleets
     each = f"{fleet.nodes} nodes every {interval_s:g} s"
     late = f"the agents' own lateness: {_ms(sample['lateness'], 0.99):.1f} ms at the 99th percentile"
     return [
@@ -59,10 +59,10 @@ def steady(fleet: Fleet, seconds: float, interval_s: float) -> list[Row]:
 
 
 def forming(fleet: Fleet, seconds: float, quiet_us: float) -> list[Row]:
-    """Everybody beats, and one job after the other ends and forms again, so that always one of them forms.
+    """Measure heartbeats of all nodes while one job after the other ends and forms again.
 
     Args:
-        quiet_us: the controller's CPU per heartbeat while nothing happens, to tell forming from beats.
+        quiet_us: The controller's CPU per heartbeat without other events, which is subtracted.
     """
     fleet.sample()
     window, took = _Window(fleet), list[float]()
@@ -85,7 +85,7 @@ def forming(fleet: Fleet, seconds: float, quiet_us: float) -> list[Row]:
 
 
 class _Window:
-    """What a controller and its fleet did since this was made."""
+    """Counters of a controller and its fleet since the object was made."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -93,7 +93,7 @@ class _Window:
         self.started = time.perf_counter()
 
     def end(self) -> tuple[float, float, int, dict[str, Distribution]]:
-        """Seconds that passed, processor seconds of the controller, beats that were sent, and what agents measured."""
+        """Return elapsed seconds, CPU seconds of the controller, sent heartbeats, and the agents' measurements."""
         took_s = time.perf_counter() - self.started
         cpu_s, beats = self._fleet.controller.cpu_s() - self._cpu_s, self._fleet.status()["sent"] - self._beats
         return took_s, cpu_s, beats, self._fleet.sample()
@@ -108,14 +108,14 @@ def _ms(distribution: Distribution, share: float) -> float:
 
 
 JUDGEMENTS = ("correlated", "evict", "defer_eviction")
-"""What the verdicts on many nodes that fail at once are."""
+"""Possible verdicts on many nodes that fail at once."""
 
 
 # --- failures ----------------------------------------------------------------------------------------------------
 
 
 def one_failure(fleet: Fleet, rounds: int) -> list[Row]:
-    """A rank is lost, again and again: until the next generation is at every node of its job."""
+    """Measure losses of a rank until every node of its job has the next generation."""
     rounds = min(rounds, LOSSES_OF_A_NODE * fleet.nodes)
     took = [_lose_a_rank(fleet, f"job-{number % fleet.jobs:03d}") for number in range(rounds)]
     name = f"rank lost, to the push at all {fleet.nodes_of_a_job} nodes of its job"
@@ -126,22 +126,22 @@ def one_failure(fleet: Fleet, rounds: int) -> list[Row]:
 
 
 def _lose_a_rank(fleet: Fleet, job: str) -> float:
-    """Seconds from the report to the last push."""
-    told = _lost_rank(fleet, job)
-    last = fleet.until_entered(job, int(told["generation"]) + 1)
+    """Return the seconds from the report to the last push."""
+    lost = _lost_rank(fleet, job)
+    last = fleet.until_entered(job, int(lost["generation"]) + 1)
     fleet.until("resuming", lambda status: status["unreported"] == 0, 60)
-    time.sleep(0.5)  # whatever the failure brought with it has passed before the next
-    return last - float(told["at"])
+    time.sleep(0.5)  # lets all effects of the failure pass before the next one
+    return last - float(lost["at"])
 
 
 def _lost_rank(fleet: Fleet, job: str) -> dict[str, Any]:
-    """A node of the job reports that a rank is lost: when, and of which generation."""
-    told: dict[str, Any] = next(a for crowd in fleet.crowds if (a := crowd.tell({"do": "lose_rank", "job": job})))
-    return told
+    """Let a node of the job report the loss of a rank, and return the time and the generation."""
+    lost: dict[str, Any] = next(a for crowd in fleet.crowds if (a := crowd.tell({"do": "lose_rank", "job": job})))
+    return lost
 
 
 def failover(fleet: Fleet, standby: Controller) -> list[Row]:
-    """The leader is killed, and in the same moment a job loses a rank: until everybody is at home with the next one."""
+    """Kill the leader together with a rank, and measure until the next leader has answered all agents."""
     killed_at = fleet.controller.kill()
     lost = _lost_rank(fleet, "job-000")
     fleet.controller = standby
@@ -154,10 +154,10 @@ def failover(fleet: Fleet, standby: Controller) -> list[Row]:
         for event in standby.get(f"/v1/events?kind={kind}")["events"]
     ]
     name = "leader killed, to an answer of the next one"
-    words = f"{len(answered)} sessions on this machine's two cores, {len(fleet.crowds)} processes of agents"
+    against = f"{len(answered)} sessions on this machine's two cores, {len(fleet.crowds)} processes of agents"
     return [
         Row(f"{name}, first agent", answered[0] - killed_at, "s"),
-        Row(f"{name}, half of {len(answered)}", answered[len(answered) // 2] - killed_at, "s", 3.0, 1.0, words),
+        Row(f"{name}, half of {len(answered)}", answered[len(answered) // 2] - killed_at, "s", 3.0, 1.0, against),
         Row(f"{name}, all", answered[-1] - killed_at, "s", against="a beat each, with what it has found"),
         Row(
             f"rank lost then, to the push at all {fleet.nodes_of_a_job} nodes of its job", pushed - killed_at, "s", 3.0
@@ -167,9 +167,9 @@ def failover(fleet: Fleet, standby: Controller) -> list[Row]:
 
 
 def _home(fleet: Fleet) -> list[float]:
-    """When agents were answered by the controller that leads now, wall seconds."""
+    """Return the wall times at which the new leader answered the agents."""
     end = time.perf_counter() + 120
-    while len(answered := sorted(at for one in fleet.all("home") for at in one)) < fleet.nodes:
+    while len(answered := sorted(at for times in fleet.all("home") for at in times)) < fleet.nodes:
         if time.perf_counter() > end:
             raise SystemExit(f"{len(answered)} of {fleet.nodes} answered\n{fleet.controller.log()}")
         time.sleep(POLL_S)
@@ -177,28 +177,29 @@ def _home(fleet: Fleet) -> list[float]:
 
 
 def mass_failure(fleet: Fleet, follower: Follower, count: int) -> list[Row]:
-    """Many nodes report faults of many kinds at once: until there is a verdict on every one of them.
+    """Let many nodes report faults of many kinds at once, and measure until each has a verdict.
 
-    A few leave within the budget, the next are held by the breaker, and where the same fault is on too many nodes to be
-    their own nobody leaves for it.
+    A few nodes are evicted within the budget, and the breaker defers the next evictions. No node is evicted for a fault
+    that too many nodes have.
     """
     since = len(follower.seen)
     kinds = failure_mix.mixed(count)
-    told = fleet.fail(kinds)
+    failed_at = fleet.fail(kinds)
     end = time.perf_counter() + 120
-    while len(decided := follower.first_verdicts(set(told), since)) < len(told):
+    while len(decided := follower.first_verdicts(set(failed_at), since)) < len(failed_at):
         if time.perf_counter() > end:
             break
         time.sleep(POLL_S)
-    took = sorted(event.at - told[node] for node, event in decided.items())
-    said = Counter(event.kind.removeprefix("verdict.") for event in decided.values())
-    words = f"{len(set(kinds))} different faults"
-    name = f"{len(told)} of {fleet.nodes} nodes failing at once"
-    ninety = took[int(0.9 * len(told)) - 1] if len(took) >= 0.9 * len(told) else None
+    took = sorted(event.at - failed_at[node] for node, event in decided.items())
+    verdicts = Counter(event.kind.removeprefix("verdict.") for event in decided.values())
+    against = f"{len(set(kinds))} different faults"
+    name = f"{len(failed_at)} of {fleet.nodes} nodes failing at once"
+    ninety = took[int(0.9 * len(failed_at)) - 1] if len(took) >= 0.9 * len(failed_at) else None
+    found = sorted({*JUDGEMENTS, *verdicts})
     return [
         Row(f"{name}: decided, 90th percentile", ninety, "s", 2.0, 1.0, "NVSentinel: 419 s"),
-        Row(f"{name}: decided, all", took[-1] if len(took) == len(told) else None, "s", against=words),
-        *(Row(f"{name}: first verdict {kind}", float(said[kind]), "nodes") for kind in sorted({*JUDGEMENTS, *said})),
+        Row(f"{name}: decided, all", took[-1] if len(took) == len(failed_at) else None, "s", against=against),
+        *(Row(f"{name}: first verdict {kind}", float(verdicts[kind]), "nodes") for kind in found),
     ]
 
 
@@ -206,7 +207,7 @@ def mass_failure(fleet: Fleet, follower: Follower, count: int) -> list[Row]:
 
 
 def storm(fleet: Fleet, nodes: int, per_s: float, seconds: float, calm: Distribution) -> list[Row]:
-    """Some nodes, which are apart, report XIDs without end: nothing is lost, and others do not notice."""
+    """Let some nodes report XIDs continuously, and measure lost reports and the latencies of all other nodes."""
     before = fleet.controller.metric("everstep_controller_reports_total")
     fleet.sample()
     fleet.crowds[-1].tell({"do": "storm", "nodes": nodes, "per_s": per_s, "seconds": seconds})
@@ -228,8 +229,11 @@ def storm(fleet: Fleet, nodes: int, per_s: float, seconds: float, calm: Distribu
 
 
 def visits(fleet: Fleet, nodes: int, seconds: float) -> list[Row]:
-    """What people wait at the door that is theirs, and at that of the agents, while nothing happens, while ``nodes``
-    agents report 20 XIDs a second each, and while the whole fleet comes again at once."""
+    """Measure operators' waits at their own port and at the agents' port.
+
+    There are three rounds: without other events, while ``nodes`` agents report 20 XIDs a second each, and while the
+    whole fleet connects again at once.
+    """
     controller = fleet.controller
     own = Visitors(controller.operators_address, controller.secret_file)
     agents = Visitors(controller.address, controller.secret_file)
@@ -270,7 +274,7 @@ def _waited(when: str, visitors: Visitors, floor: float | None) -> list[Row]:
 
 
 def _until_calm(fleet: Fleet) -> dict[str, int]:
-    """Waits until what the storms reported is acknowledged; their counts."""
+    """Wait until all reports of the storms are acknowledged, and return their counts."""
     end = time.perf_counter() + 30
     while (rest := fleet.crowds[-1].tell({"do": "calm"}))["open"] and time.perf_counter() < end:
         time.sleep(POLL_S)
@@ -279,7 +283,7 @@ def _until_calm(fleet: Fleet) -> dict[str, int]:
 
 
 def calm(fleet: Fleet, seconds: float) -> Distribution:
-    """Latencies of beats while nothing happens."""
+    """Return the latencies of heartbeats without any other event."""
     fleet.sample()
     time.sleep(seconds)
     return fleet.sample_apart()[1]["beats"]
@@ -288,7 +292,7 @@ def calm(fleet: Fleet, seconds: float) -> Distribution:
 def false_evictions(
     fleet: Fleet, follower: Follower, seconds: float, interval_s: float, chaos: dict[str, Any]
 ) -> list[Row]:
-    """Beats lost and late, the controller stopped for a while: nobody is taken for lost, nobody is evicted."""
+    """Count false losses and evictions under lost and late heartbeats and a pause of the controller."""
     fleet.all("beat", interval_s=interval_s, loss=chaos["loss"], jitter_s=chaos["jitter_s"])
     since, started = len(follower.seen), time.perf_counter()
     time.sleep(seconds / 2)
@@ -297,15 +301,15 @@ def false_evictions(
     time.sleep(max(0.0, started + seconds - time.perf_counter()))
     kinds = follower.kinds(since)
     wrong = sum(kinds[kind] for kind in ("verdict.evict", "node.lost", "job.paused"))
-    words = (
+    against = (
         f"{chaos['loss']:.0%} of beats lost, {chaos['jitter_s'] * 1e3:g} ms jitter, a pause of {chaos['pause_s']:g} s "
         f"in {seconds:g} s; suspected for a moment: {kinds['node.suspect']}"
     )
-    return [Row(f"false evictions and losses among {fleet.nodes} nodes", float(wrong), "nodes", 0.0, 0.0, words)]
+    return [Row(f"false evictions and losses among {fleet.nodes} nodes", float(wrong), "nodes", 0.0, 0.0, against)]
 
 
 def lateness(fleet: Fleet, follower: Follower, seconds: float, interval_s: float) -> list[Row]:
-    """A fleet of more nodes than the process may have connections: how many hang up, and whether any is suspected."""
+    """Measure a fleet with more nodes than connections: nodes that close their sessions, and suspected nodes."""
     kinds, status = follower.kinds(), fleet.status()
     wrong = float(kinds["node.suspect"] + kinds["node.lost"])
     held = f"{status['connected']} sessions held, {status['phases']['hung up']} hung up between beats"
@@ -322,11 +326,11 @@ def _giant_memory(fleet: Fleet) -> list[Row]:
 
 
 def idle_failure(fleet: Fleet, follower: Follower) -> list[Row]:
-    """One failure in a fleet that hangs up between beats: until the verdict on it."""
+    """Measure one failure until its verdict, in a fleet that closes sessions between heartbeats."""
     since = len(follower.seen)
-    told: dict[str, float] = fleet.crowds[-1].tell({"do": "fail", "kinds": [failure_mix.FALLEN_OFF_THE_BUS]})
+    failed_at: dict[str, float] = fleet.crowds[-1].tell({"do": "fail", "kinds": [failure_mix.FALLEN_OFF_THE_BUS]})
     end = time.perf_counter() + 60
-    while not (decided := follower.first_verdicts(set(told), since)) and time.perf_counter() < end:
+    while not (decided := follower.first_verdicts(set(failed_at), since)) and time.perf_counter() < end:
         time.sleep(POLL_S)
-    took = next((event.at - told[node] for node, event in decided.items()), None)
+    took = next((event.at - failed_at[node] for node, event in decided.items()), None)
     return [Row(f"one failure among {fleet.nodes} nodes: decided", took, "s", 2.0, 1.0)]

@@ -1,4 +1,4 @@
-"""Runs the workload under the peers, in an environment of its own under ``out/peers``."""
+"""Run the workload under other systems, in an environment of its own under ``out/peers``."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from bench.recoveries import Recovered, read, recoveries
+from bench.recovery_rows.recoveries import Recovered, read, recoveries
 
 ROOT = Path(__file__).resolve().parents[2]
 ENVIRONMENT = ROOT / "out" / "peers"
 PYTHON = ENVIRONMENT / "bin" / "python"
 PACKAGES = ("torchft==0.2.0", "numpy")
-WORLD, FAULT_STEP, STEPS, PATIENCE_S = 4, 45, 80, 180.0
+WORLD, FAULT_STEP, STEPS, PATIENCE_S, PLAIN_PATIENCE_S = 4, 45, 80, 180.0, 300.0
+NO_FAULT = "-1::between:KILL"
 
 
 def install() -> None:
-    """Makes the peers' environment, once. Raises CalledProcessError where a package cannot be had."""
+    """Make the peers' environment once. Raises CalledProcessError if a package cannot be installed."""
     if (ENVIRONMENT / ".installed").exists():
         return
     subprocess.run([sys.executable, "-m", "venv", str(ENVIRONMENT)], check=True)
@@ -49,7 +50,7 @@ def _environment(folder: Path, fault: str, **more: str) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port of the loopback interface that nothing listens on now."""
+    """Return a free port of the loopback interface."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
@@ -58,7 +59,7 @@ def free_port() -> int:
 
 @contextmanager
 def _ended(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Each process leads a session of its own; all of it is gone afterwards."""
+    """Kill the sessions of all processes afterwards. Each process leads a session of its own."""
     try:
         yield
     finally:
@@ -76,7 +77,7 @@ def _start(command: list[str], environment: dict[str, str], log: Path) -> subpro
 
 
 def torchft(victim: int, where: str, group_timeout_ms: int = 250) -> list[Recovered]:
-    """One kill under torchft with its lighthouse tuned (heartbeat time-out 200 ms, tick 10 ms)."""
+    """Measure one kill under torchft with a tuned lighthouse (heartbeat timeout 200 ms, tick 10 ms)."""
     install()
     with tempfile.TemporaryDirectory(prefix="everstep-bench-") as name:
         folder, port = Path(name), free_port()
@@ -100,7 +101,7 @@ def torchft(victim: int, where: str, group_timeout_ms: int = 250) -> list[Recove
 
 
 def torchrun(victim: int, where: str) -> list[Recovered]:
-    """One kill under torchrun: all ranks start anew from a checkpoint on disk every ten steps."""
+    """Measure one kill under torchrun: all ranks restart from a checkpoint on disk, stored every ten steps."""
     install()
     with tempfile.TemporaryDirectory(prefix="everstep-bench-") as name:
         folder = Path(name)
@@ -116,7 +117,7 @@ def torchrun(victim: int, where: str) -> list[Recovered]:
 
 
 def everstep_launch(victim: int, where: str, *flags: str) -> list[Recovered]:
-    """One kill of the same script under ``everstep-launch``, in this environment, which has the same torch."""
+    """Measure one kill of the same script under ``everstep-launch``, in this environment with the same torch."""
     with tempfile.TemporaryDirectory(prefix="ev-") as name:
         folder = Path(name)
         command = [sys.executable, "-m", "everstep_trainer.launch", "--nproc-per-node", str(WORLD)]
@@ -129,8 +130,19 @@ def everstep_launch(victim: int, where: str, *flags: str) -> list[Recovered]:
         return [_restarted(folder)]
 
 
+def train_plainly(folder: Path, steps: int) -> None:
+    """Run plain DistributedDataParallel that saves nothing, in this environment; its logs lie in ``folder``."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD), "--standalone"]
+    environment = _environment(folder, NO_FAULT, BENCH_STEPS=str(steps), BENCH_SAVE_EVERY=str(2 * steps))
+    process = _start([*command, "-m", "bench.peers.torchrun_train"], environment, folder / "torchrun.log")
+    with _ended([process]):
+        status = process.wait(PLAIN_PATIENCE_S)
+    if status:
+        raise subprocess.CalledProcessError(status, command)
+
+
 def _restarted(folder: Path) -> Recovered:
-    """Under torchrun nobody survives: the recovery ends when all four new processes have finished a step."""
+    """Return the recovery, which ends when all four new processes have finished a step, since all ranks restart."""
     logs = read(folder)
     fault = next(row for rows in logs.values() for row in rows if row["event"] == "fault")
     old = [rows for rows in logs.values() if rows and rows[0]["at"] < fault["at"]]
@@ -144,7 +156,7 @@ def _restarted(folder: Path) -> Recovered:
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> None:
-    """Until all have ended, or patience has."""
+    """Wait until all processes have ended, for at most ``PATIENCE_S``."""
     end = time.perf_counter() + PATIENCE_S
     while time.perf_counter() < end and any(process.poll() is None for process in processes):
         time.sleep(0.05)

@@ -11,17 +11,17 @@ import os
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket, TCPStore
 from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
 
-from bench.workload import Fault, StepLog, batch, build_model
+from bench.recovery_rows.workload import Fault, StepLog, batch, build_model
 
 
-class MendedDataParallel(DistributedDataParallel):
+class MendedDataParallel(DistributedDataParallel):  # type: ignore[misc]  # only installed for peers
     """torchft's wrapper with a hook that survives a failed collective."""
 
     @staticmethod
-    def _comm_hook(state: Manager, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _comm_hook(state: Manager, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         state.allreduce(bucket.buffer()).wait()
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
         done.set_result(bucket.buffer())
@@ -35,7 +35,7 @@ def main() -> None:
     inner = torch.optim.AdamW(model.parameters())
     log = StepLog(os.environ["BENCH_FOLDER"], f"rank{rank}")
     fault = Fault(rank, log, model)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     manager = Manager(
         pg=ProcessGroupGloo(timeout=timedelta(milliseconds=int(os.environ.get("BENCH_GROUP_TIMEOUT_MS", "500")))),
         min_replica_size=2,

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from bench.workload import Fault, StepLog, batch, build_model
+from bench.hook_models import batch, chosen_model
+from bench.recovery_rows.workload import Fault, StepLog
 
 
 def main() -> None:
@@ -18,7 +19,7 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    model = build_model()
+    model = chosen_model().build()
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters())
     log = StepLog(folder, f"rank{rank}")
@@ -34,6 +35,7 @@ def main() -> None:
         ddp(batch(step, rank)).square().mean().backward()
         optimizer.step()
         log.write("step", step, world=dist.get_world_size())
+        log.write_cpu(step)
         if rank == 0 and step % every == every - 1:
             state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}
             torch.save(state, checkpoint.with_suffix(".new"))

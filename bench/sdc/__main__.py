@@ -3,7 +3,7 @@
     python -m bench.sdc [--quick] [--cells PATTERN ...] [--per-cell 300] [--kinds permanent,once] [--window STEPS]
                         [--json FILE] [--clean THOUSANDS] [--overhead BLOCKS] [--plot PNG]
     python -m bench.sdc --models vit,lstm,moe,unet [--kinds permanent] [--presets light,standard] [--injections N]
-    python -m bench.sdc --example PNG
+    python -m bench.sdc --digests [--quick]
 
 Each cell is a model, a preset and a place of faults. A fault is put into one rank of a trained model; the bench trains
 on until the chain finds it or the window is over, and goes back to the trained state. The window is as long as the
@@ -11,6 +11,7 @@ chain takes to look at all parts of a rank's work: then a version with the fault
 kept under out/sdc; another call adds what is missing. Intervals between audits are those that the chain once chose on
 this machine.
 ``--models`` measures models of other structures, at all places, and prints the share that each preset catches.
+``--digests`` measures the rate of digests beside a copy of the same bytes, and the faults that they miss.
 Faults, their shapes and how often each occurs: `bench.sdc.injection`. Other detectors: `bench.sdc.peers`.
 """
 
@@ -21,10 +22,12 @@ import itertools
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from bench.sdc import digests
 from bench.sdc.cells import (
     CALIBRATION_STEPS,
     CLEAN_STEPS,
@@ -38,7 +41,6 @@ from bench.sdc.cells import (
     choose,
     plan,
 )
-from bench.sdc.example import show
 from bench.sdc.models import Config
 from bench.sdc.ranks import Ranks
 from bench.sdc.report import Report
@@ -50,7 +52,7 @@ KINDS = ("permanent", "once")
 INJECTIONS, QUICK_WINDOW = 16, 64
 QUICK_CALIBRATION_STEPS = 44
 """Steps until the chain has agreed on its intervals once."""
-Work = tuple[str, Callable[[], None]]
+Work = tuple[str, Callable[[], object]]
 
 
 def main() -> int:
@@ -67,10 +69,11 @@ def main() -> int:
     )
     parser.add_argument("--overhead", type=int, default=0, metavar="BLOCKS", help="pairs of blocks of steps to time")
     parser.add_argument("--store", type=Path, default=Path("out/sdc"), help="folder of the records")
-    parser.add_argument("--report-only", action="store_true", help="measure nothing; sum up the records")
     parser.add_argument("--plot", type=Path, metavar="PNG", help="write a picture of coverage against overhead")
-    parser.add_argument("--example", type=Path, metavar="PNG", help="only draw one run with and without the chain")
+    parser.add_argument("--digests", action="store_true", help="only measure the digests")
     given = parser.parse_args()
+    if given.digests:
+        return finish("Digests, and faults of each kind", digests.measure(quick=given.quick), given.json)
     given.kinds = given.kinds or (["permanent"] if given.models else list(KINDS))
     if given.quick:
         given.injections = min(given.injections, 3)
@@ -78,15 +81,12 @@ def main() -> int:
         given.cells = given.cells or [f"{MAIN}/standard/gemm_*"]
         given.store /= "quick"  # its intervals are rough
     store = Store(given.store / f"window-{given.window}" if given.window else given.store)
-    if not given.report_only:
-        warm_steps = 20 if given.quick else WARM_STEPS
-        calibration_steps = QUICK_CALIBRATION_STEPS if given.quick else CALIBRATION_STEPS
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the ranks end with the bench
-        with Ranks(RANKS, warm_steps) as ranks:
-            measures = Measure(ranks, store, calibration_steps, given.window)
-            if given.example:
-                return finish("One rank computes wrongly", show(ranks, measures, given.example), given.json)
-            measure(measures, store, given)
+    warm_steps = 20 if given.quick else WARM_STEPS
+    calibration_steps = QUICK_CALIBRATION_STEPS if given.quick else CALIBRATION_STEPS
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the ranks end with the bench
+    with Ranks(RANKS, warm_steps) as ranks:
+        measures = Measure(ranks, store, calibration_steps, given.window)
+        measure(measures, store, given)
     report = Report(store)
     if given.plot:
         report.draw(given.plot, timed_config(given).name)
@@ -106,7 +106,7 @@ def _names(known: Iterable[str]) -> Callable[[str], list[str]]:
     return parse
 
 
-def measure(measures: Measure, store: Store, given: object) -> None:
+def measure(measures: Measure, store: Store, given: argparse.Namespace) -> None:
     """Do what the store does not have yet."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), transient=True) as bar:
@@ -120,42 +120,42 @@ def measure(measures: Measure, store: Store, given: object) -> None:
                 bar.advance(task)
 
 
-def work(measures: Measure, store: Store, given: object) -> Iterator[Work]:
+def work(measures: Measure, store: Store, given: argparse.Namespace) -> Iterator[Work]:
     """Yield what is missing in the store, configuration by configuration."""
     cells = choose(given.cells)
     for config, kind in dict.fromkeys((cell.config, cell.kind) for cell in cells):
-        yield f"{config.name}/intervals", lambda c=config, kind=kind: measures.intervals(c, kind)
+        yield f"{config.name}/intervals", partial(measures.intervals, config, kind)
     for config in dict.fromkeys(cell.config for cell in cells):
         own = [cell for cell in cells if cell.config == config]
         for number in range(given.per_cell):  # cell by cell in turn: all grow alike
             for cell in own:
                 if number not in store.records(cell.name) and measures.kind_of(cell, number) in given.kinds:
-                    yield cell.name, lambda cell=cell, number=number: measures.injection(cell, number)
+                    yield cell.name, partial(measures.injection, cell, number)
 
 
-def model_work(measures: Measure, store: Store, given: object) -> Iterator[Work]:
+def model_work(measures: Measure, store: Store, given: argparse.Namespace) -> Iterator[Work]:
     """Yield what is missing of models of other structures, model by model."""
     for model in given.models:
         of_presets = [cells_of_model(model, preset) for preset in given.presets]
         config = of_presets[0][0].config
         for preset in given.presets:
-            yield f"{config.name}/intervals", lambda c=config, preset=preset: measures.intervals(c, preset)
+            yield f"{config.name}/intervals", partial(measures.intervals, config, preset)
         plans = [plan(cells, given.kinds, given.injections, RANKS) for cells in of_presets]
         for cell, number in itertools.chain.from_iterable(zip(*plans, strict=True)):  # presets in turn
             if number not in store.records(cell.name):
-                yield cell.name, lambda cell=cell, number=number: measures.injection(cell, number)
+                yield cell.name, partial(measures.injection, cell, number)
         for preset in given.presets if given.overhead else ():
             name = f"{config.name}/overhead-{preset}/all"
             number = len(store.records(name))
-            yield name, lambda c=config, p=preset, n=number: measures.overhead(c, p, "all", n, given.overhead)
+            yield name, partial(measures.overhead, config, preset, "all", number, given.overhead)
 
 
-def timed_config(given: object) -> Config:
+def timed_config(given: argparse.Namespace) -> Config:
     """Return the configuration whose overhead is measured and drawn: that of the first cell asked for."""
     return next((cell.config for cell in choose(given.cells)), Config.parse(MAIN))
 
 
-def harm_work(measures: Measure, store: Store, given: object) -> Iterator[Work]:
+def harm_work(measures: Measure, store: Store, given: argparse.Namespace) -> Iterator[Work]:
     """Yield runs that tell what missed faults do."""
     cells = [cell for cell in choose(given.cells) if cell.config.name == MAIN and cell.kind == "standard"]
     if cells:
@@ -163,23 +163,23 @@ def harm_work(measures: Measure, store: Store, given: object) -> Iterator[Work]:
         yield f"{MAIN}/seeds", lambda: measures.seeds(main, 2 if given.quick else SEEDS)
     for cell in cells:
         for number in measures.misses_without_loss(cell):
-            yield f"{cell.name}: harm", lambda cell=cell, number=number: measures.loss_after_miss(cell, number)
+            yield f"{cell.name}: harm", partial(measures.loss_after_miss, cell, number)
 
 
-def side_work(measures: Measure, store: Store, given: object) -> Iterator[Work]:
+def side_work(measures: Measure, store: Store, given: argparse.Namespace) -> Iterator[Work]:
     """Yield false alarms and overhead."""
     config = timed_config(given)
     everyone = [Config.parse(name) for name in (MAIN, *OTHERS)]
     runs = -(-given.clean * 1000 // (CLEAN_STEPS * len(everyone)))
-    for one, number in itertools.product(everyone, range(runs)):
-        if number not in store.records(f"{one.name}/clean/standard"):
-            yield f"{one.name}/clean", lambda one=one, number=number: measures.clean(one, "standard", number)
+    for tried_config, number in itertools.product(everyone, range(runs)):
+        if number not in store.records(f"{tried_config.name}/clean/standard"):
+            yield f"{tried_config.name}/clean", partial(measures.clean, tried_config, "standard", number)
     if given.overhead:
         for preset in MEASURED_PRESETS:
-            for link in ("all", *(measures.intervals(config, preset) if preset == "standard" else ())):
-                cell = f"{config.name}/overhead-{preset}/{link}"
+            for kind in ("all", *(measures.intervals(config, preset) if preset == "standard" else ())):
+                cell = f"{config.name}/overhead-{preset}/{kind}"
                 number = len(store.records(cell))
-                yield cell, lambda p=preset, link=link, n=number: measures.overhead(config, p, link, n, given.overhead)
+                yield cell, partial(measures.overhead, config, preset, kind, number, given.overhead)
 
 
 if __name__ == "__main__":

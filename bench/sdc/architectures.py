@@ -47,7 +47,8 @@ class ClassHead(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[batch, tokens, width]`` to ``[batch, classes]``."""
-        return self.head(self.norm(x[:, 0]))
+        out: torch.Tensor = self.head(self.norm(x[:, 0]))
+        return out
 
 
 def vision_transformer(recompute: bool) -> Network:
@@ -65,7 +66,7 @@ class Recurrent(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[batch, length, hidden]`` to the same."""
-        outputs, _ = self.lstm(x)
+        outputs: torch.Tensor = self.lstm(x)[0]
         return outputs
 
 
@@ -111,7 +112,8 @@ class ExpertBlock(nn.Module):
         """``[batch, length, width]`` to the same, and the loss of the mixture."""
         batch, length, width = x.shape
         parts = self.qkv(self.before_attention(x)).view(batch, length, 3, 4, -1).permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(*parts.unbind(0), is_causal=True)
+        query, key, value = parts.unbind(0)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
         mixed, loss = self.mixture(self.before_mixture(x))
         return x + mixed, loss
@@ -155,7 +157,8 @@ class ResidualBlock(nn.Module):
     def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
         """``[batch, inputs, height, width]`` to the outputs' channels."""
         inside = self.first(functional.silu(self.norm(x))) + self.time(functional.silu(time))[:, :, None, None]
-        return self.shortcut(x) + self.second(functional.silu(self.second_norm(inside)))
+        out: torch.Tensor = self.shortcut(x) + self.second(functional.silu(self.second_norm(inside)))
+        return out
 
 
 class PixelAttention(nn.Module):
@@ -171,7 +174,8 @@ class PixelAttention(nn.Module):
         batch, channels, height, width = x.shape
         parts = self.qkv(self.norm(x)).view(batch, 3, 4, channels // 4, -1).transpose(-1, -2)
         attended = functional.scaled_dot_product_attention(*parts.unbind(1))
-        return x + self.out(attended.transpose(-1, -2).reshape(batch, channels, height, width))
+        out: torch.Tensor = x + self.out(attended.transpose(-1, -2).reshape(batch, channels, height, width))
+        return out
 
 
 class UNet(Network):

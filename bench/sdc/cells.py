@@ -2,7 +2,7 @@
 
 A cell is ``CONFIG/KIND/WHAT``: ``gpt-ddp-float32/standard/gemm_forward`` holds injections at a site under a preset,
 ``.../peers/SITE`` the same injections before other detectors, ``.../harm/SITE`` final losses of missed ones,
-``.../clean/PRESET`` undisturbed steps, ``.../overhead-PRESET/LINK`` the time that a link or the preset takes, and
+``.../clean/PRESET`` undisturbed steps, ``.../overhead-PRESET/AUDIT`` the time that an audit or the preset takes, and
 ``.../checkpoint/HOP`` damaged checkpoints.
 """
 
@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from everstep_trainer.sdc.presets import PRESETS
-
+from bench.processes import RankFailed
 from bench.sdc.checkpoints import Checkpoints, Hop
 from bench.sdc.injection import DETECTORS, Injection, Site, draw
 from bench.sdc.judging import Judgement, Outcome, Statement, judge_all, judge_replicas
 from bench.sdc.models import Config
 from bench.sdc.peers import Thresholds
-from bench.sdc.ranks import RankFailed, Ranks
+from bench.sdc.ranks import Ranks
 from bench.sdc.store import Store
 from bench.sdc.training import DATA_SEED, ONSET, Result
+from everstep_trainer.sdc.presets import PRESETS
 
 MAIN = "gpt-ddp-float32"
 OTHERS = (
@@ -118,7 +118,7 @@ def choose(patterns: list[str]) -> list[Cell]:
         return cells
     chosen = [cell for cell in cells if any(fnmatchcase(cell.name, pattern) for pattern in patterns)]
     known = {cell.name for cell in chosen}
-    return chosen + [Cell.parse(one) for one in patterns if "*" not in one and one not in known]
+    return chosen + [Cell.parse(pattern) for pattern in patterns if "*" not in pattern and pattern not in known]
 
 
 class Measure:
@@ -206,7 +206,9 @@ class Measure:
         """Return the injections of a cell that the chain has missed and whose final loss is not recorded."""
         known = self._store.records(_harm(cell))
         missed = (
-            n for n, one in self._store.records(cell.name).items() if one["changed_step"] and not one["caught_by"]
+            n
+            for n, record in self._store.records(cell.name).items()
+            if record["changed_step"] and not record["caught_by"]
         )
         return [number for number in missed if number not in known]
 
@@ -214,27 +216,27 @@ class Measure:
         """Record undisturbed steps with a chain."""
         intervals = self.intervals(config, preset)
         results = self._ranks.call(config, "run", None, intervals, number * 0.381966 % 1.0, 0, steps)
-        alarms = sum(len(one.statements) for one in results) + bool(results[0].replica_digests)
+        alarms = sum(len(result.statements) for result in results) + bool(results[0].replica_digests)
         record = {"steps": results[0].steps, "alarms": alarms, "rotations": results[0].clean_audits}
-        links = sorted({str(said.link) for one in results for said in one.statements})
-        self._store.add(f"{config.name}/clean/{preset}", number, {**record, "links": links})
+        audits = sorted({str(said.audit) for result in results for said in result.statements})
+        self._store.add(f"{config.name}/clean/{preset}", number, {**record, "audits": audits})
 
-    def overhead(self, config: Config, preset: str, link: str, number: int, blocks: int) -> None:
-        """Record the time of a step with and without a link, or with all of them (``all``)."""
+    def overhead(self, config: Config, preset: str, kind: str, number: int, blocks: int) -> None:
+        """Record the time of a step with and without an audit, or with all of them (``all``)."""
         chosen = self.intervals(config, preset)
-        if link != "all":
-            chosen = {link: chosen[link]}
+        if kind != "all":
+            chosen = {kind: chosen[kind]}
         block_steps = max(16, *chosen.values())
         off, on = self._ranks.call(config, "time_steps", chosen, blocks, min(block_steps, 128))[0]
-        self._store.add(f"{config.name}/overhead-{preset}/{link}", number, {"off_s": off, "on_s": on})
+        self._store.add(f"{config.name}/overhead-{preset}/{kind}", number, {"off_s": off, "on_s": on})
 
     def _before_peers(self, config: Config, injection: Injection) -> dict[str, Any]:
         thresholds = self._thresholds.get(config)
         if thresholds is None:
             clean = [self._ranks.call(config, "run", None, {}, 0.0, self.window(config), signals=True)]
-            thresholds = self._thresholds[config] = Thresholds.fit([[one.signals for one in run] for run in clean])
+            thresholds = self._thresholds[config] = Thresholds.fit([[step.signals for step in run] for run in clean])
         results = self._ranks.call(config, "run", injection, {}, 0.0, self.window(config), signals=True)
-        alarms = thresholds.first_alarms([one.signals for one in results], results[0].differing_steps)
+        alarms = thresholds.first_alarms([result.signals for result in results], results[0].differing_steps)
         return {**_about(injection, results), "final_loss": _number(results[0].final_loss), "alarms": alarms}
 
 
@@ -260,7 +262,7 @@ def _about(injection: Injection, results: list[Result]) -> dict[str, Any]:
 
 def outcome_of(injection: Injection, results: list[Result]) -> dict[str, Any]:
     """Return the record of an injection from what all ranks saw of it."""
-    statements = [Statement(rank, said) for rank, one in enumerate(results) for said in one.statements]
+    statements = [Statement(rank, said) for rank, result in enumerate(results) for said in result.statements]
     judgements = judge_all(statements, len(results))
     own = results[injection.rank]
     if own.replica_digests:
@@ -268,12 +270,16 @@ def outcome_of(injection: Injection, results: list[Result]) -> dict[str, Any]:
     first = _weightiest(judgements)
     return {
         **_about(injection, results),
-        "caught_by": first.link if first else "",
+        "caught_by": first.audit if first else "",
         "latency": own.steps - ONSET if first else None,
         "outcome": str(first.outcome) if first else "",
         "named": first.rank if first else None,
-        "honest_convicted": [one.link for one in judgements if _is_against_honest(one, injection, Outcome.CONVICTED)],
-        "honest_strikes": [one.link for one in judgements if _is_against_honest(one, injection, *STRIKES)],
+        "honest_convicted": [
+            judgement.audit for judgement in judgements if _is_against_honest(judgement, injection, Outcome.CONVICTED)
+        ],
+        "honest_strikes": [
+            judgement.audit for judgement in judgements if _is_against_honest(judgement, injection, *STRIKES)
+        ],
     }
 
 

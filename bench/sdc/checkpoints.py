@@ -12,24 +12,25 @@ from typing import Any
 
 import torch
 import xxhash
-from everstep_trainer.sdc.audit import Mismatch
-from everstep_trainer.sdc.copy_audit import CopyAudit
-from everstep_trainer.sdc.digests.digest import combined_digest
-from everstep_trainer.sdc.presets import LinkOptions
-from everstep_trainer.snapshot.copy import CopyResult
 
 from bench.sdc.injection import Fault, Injection, Site, draw
 from bench.sdc.models import MODELS
 from everstep.errors import DigestMismatch
 from everstep.ids import Version
-from everstep.layout.slots import SegmentView, chunk_digests, format_segment, segment_bytes, slot_bytes_for
+from everstep.layout.segment_header import segment_bytes
+from everstep.layout.slots import SegmentView, chunk_digests, format_segment, slot_bytes_for
 from everstep.system_clock import SystemClock
+from everstep_trainer.digests.digest import combined_digest
+from everstep_trainer.sdc.audit import Mismatch
+from everstep_trainer.sdc.copy_audit import CopyAudit
+from everstep_trainer.sdc.presets import AuditOptions
+from everstep_trainer.slots.copy import CopyResult, SlotTargets
 
 MANIFEST, VERSION = b"manifest", Version(1, 7)
 
 
 class Hop(StrEnum):
-    """Where bytes of a checkpoint are damaged."""
+    """The place at which bytes of a checkpoint are damaged."""
 
     COPIED = "copied"
     """Between the copy from the device and the seal."""
@@ -77,7 +78,7 @@ class Checkpoints:
         received = slot.clone()
         if hop is Hop.SENT:
             fault.corrupt(received)
-            data = memoryview(received.numpy()).cast("B")
+            data = memoryview(received.numpy()).cast("B")  # type: ignore[arg-type]  # an array is a buffer
             return self._is_changed(received), list(chunk_digests(data)) != self._own.digests(0)[1:]
         copy = self._begin(self._replica)
         copy.copy_(received)
@@ -94,9 +95,11 @@ class Checkpoints:
 
     def _is_copy_right(self, copy: torch.Tensor) -> bool:
         found: list[Mismatch] = []
-        audit = CopyAudit(0, LinkOptions(interval=1), found.append, SystemClock())
+        audit = CopyAudit(0, AuditOptions(interval=1), found.append, SystemClock())
         copied = CopyResult({}, before=combined_digest([self._state]))
-        return audit.is_right(VERSION, copied, [copy], lambda: combined_digest([self._state])) and not found
+        return (
+            audit.is_right(VERSION, copied, SlotTargets([copy]), lambda: combined_digest([self._state])) and not found
+        )
 
 
 def _is_intact(view: SegmentView) -> bool:

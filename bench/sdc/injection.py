@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -24,7 +26,7 @@ _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Site(StrEnum):
-    """Where a fault acts on its rank."""
+    """The place at which a fault acts on its rank."""
 
     GEMM_FORWARD = "gemm_forward"
     GEMM_INPUT_GRADIENT = "gemm_input_gradient"
@@ -48,7 +50,7 @@ DETECTORS = (Site.LYING_DIGEST, Site.LYING_REPLAY)
 
 
 class Corruption(StrEnum):
-    """What becomes of a value."""
+    """The change of a value."""
 
     ONE_BIT = "one bit"
     FEW_BITS = "two to four bits"
@@ -144,11 +146,14 @@ def draw(cell: str, site: Site, number: int, ranks: int) -> Injection:
     )
 
 
-def _choose(random: np.random.Generator, shares: dict[StrEnum, float]) -> object:
+Choice = TypeVar("Choice", bound=StrEnum)
+
+
+def _choose(random: np.random.Generator, shares: Mapping[Choice, float]) -> Choice:
     return list(shares)[int(random.choice(len(shares), p=list(shares.values())))]
 
 
-def _or(numbers: object) -> int:
+def _or(numbers: Iterable[int]) -> int:
     whole = 0
     for number in numbers:
         whole |= number

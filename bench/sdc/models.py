@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-from everstep_trainer.parallel.gradients import replicate
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -30,6 +29,7 @@ from bench.sdc.networks import (
     patterns,
     sentences,
 )
+from everstep_trainer.parallel.ordered_gradients import replicate
 
 BLOCKS = 2
 SEQUENCES = 16
@@ -114,7 +114,7 @@ def build(config: Config, world: int) -> tuple[nn.Module, Network, torch.optim.O
     whole: nn.Module = inner
     if config.parallel == "fsdp2":
         mesh = init_device_mesh("cpu", (world,))
-        for part in (*inner.blocks, *(one for one in inner.children() if one is not inner.blocks)):
+        for part in (*inner.blocks, *(child for child in inner.children() if child is not inner.blocks)):
             fully_shard(part, mesh=mesh)
         fully_shard(inner, mesh=mesh)
     else:

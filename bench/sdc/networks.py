@@ -30,9 +30,11 @@ class Block(nn.Module):
         """``[batch, length, width]`` to the same."""
         batch, length, width = x.shape
         parts = self.qkv(self.before_attention(x)).view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        attended = functional.scaled_dot_product_attention(*parts.unbind(0), is_causal=self.is_causal)
+        query, key, value = parts.unbind(0)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=self.is_causal)
         x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(functional.gelu(self.up(self.before_mlp(x))))
+        out: torch.Tensor = x + self.down(functional.gelu(self.up(self.before_mlp(x))))
+        return out
 
 
 class Residual(nn.Module):
@@ -45,7 +47,8 @@ class Residual(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[batch, features]`` to the same."""
-        return x + self.down(functional.gelu(self.up(self.norm(x))))
+        out: torch.Tensor = x + self.down(functional.gelu(self.up(self.norm(x))))
+        return out
 
 
 class Convolution(nn.Module):
@@ -98,7 +101,8 @@ class Embedding(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """``[batch, length]`` to ``[batch, length, width]``."""
-        return self.tokens(tokens) + self.positions.weight
+        out: torch.Tensor = self.tokens(tokens) + self.positions.weight
+        return out
 
 
 class Pooled(nn.Module):
@@ -110,7 +114,8 @@ class Pooled(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[batch, channels, height, width]`` to ``[batch, classes]``."""
-        return self.head(x.mean((2, 3)))
+        out: torch.Tensor = self.head(x.mean((2, 3)))
+        return out
 
 
 def sentences(draw: torch.Generator, count: int, length: int, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:

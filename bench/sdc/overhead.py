@@ -4,10 +4,10 @@ Each preset has a chain of its own, which chooses its intervals itself. The pres
 process group, so that a machine that becomes slower for some seconds slows all of them. The batch is as large as the
 step is to be long. Norms of gradients are taken with two ranks, too, so that they cost what they cost with more.
 
-A preset makes a step longer by a percent or two, and the machine's noise is larger than that. So each link is timed
-alone as well, in every second step, where it costs ten times as much. Divided by the preset's intervals, with the fixed
-cost of a step without an audit, that gives the same figure with a narrow range. The fixed cost is measured on rank 0 by
-the host's clock.
+A preset makes a step longer by a percent or two, and the machine's noise is larger than that. So each kind of audit is
+timed alone as well, in every second step, where it costs ten times as much. Divided by the preset's intervals, with the
+fixed cost of a step without an audit, that gives the same figure with a narrow range. The fixed cost is measured on
+rank 0 by the host's clock.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from everstep_trainer.data.rng import seed_step
-from everstep_trainer.sdc.chain import AuditChain
-from everstep_trainer.sdc.gradients import gradient_norms
-from everstep_trainer.sdc.presets import LinkOptions, link_options
-from everstep_trainer.sdc.schedule import FIRST_AGREEMENT_STEP
 
 from bench.sdc.models import SEQUENCES, batch_of
 from bench.table import Row
-from everstep.vocabulary import AuditLink
+from everstep.vocabulary import AuditKind
+from everstep_trainer.data.rng import seed_step
+from everstep_trainer.sdc.chain import AuditChain
+from everstep_trainer.sdc.gradients import gradient_norms
+from everstep_trainer.sdc.presets import AuditOptions, audit_options
+from everstep_trainer.sdc.schedule import FIRST_AGREEMENT_STEP
 
 if TYPE_CHECKING:
     from bench.sdc.training import Training
@@ -41,9 +41,9 @@ PRESETS: dict[SdcPreset, tuple[float, float]] = {"light": (1.0, 0.5), "standard"
 """Percent of a step that a preset may cost at least, and should."""
 IDLE_MS = 0.2
 """Milliseconds that the chain may take in a step without an audit."""
-STEPS_OF_TURN, STEPS_OF_LINK_TURN = 16, 8
-LINK_INTERVAL = 2
-"""Steps between two audits of a link that is timed alone."""
+STEPS_OF_TURN, STEPS_OF_AUDIT_TURN = 16, 8
+AUDIT_INTERVAL = 2
+"""Steps between two audits of a kind that is timed alone."""
 WARM_STEPS = FIRST_AGREEMENT_STEP + 8
 FITTING_STEPS = 12
 DISTURBED = 1.5
@@ -54,16 +54,16 @@ SEED = 5
 
 @dataclass
 class Timing:
-    """What one rank measured at one length of a step."""
+    """The measurements of one rank at one length of a step."""
 
     sequences: int
     turns: dict[str, list[float]]
     """Seconds per step, by preset and round."""
     idle_s: dict[str, list[float]]
-    """Seconds in the chain of each step in which no link was due."""
+    """Seconds in the chain of each step in which no audit was due."""
     intervals: dict[str, dict[str, int]] = field(default_factory=dict)
     audits: dict[str, dict[str, list[float]]] = field(default_factory=dict)
-    """Seconds per step by link, and with the link ``OFF`` and ``ON`` by round: it is due in every second step."""
+    """Seconds per step by kind of audit, and with it ``OFF`` and ``ON`` by round: it is due in every second step."""
 
 
 def time_presets(training: Training, step_s: float, seconds: float) -> Timing:
@@ -72,14 +72,14 @@ def time_presets(training: Training, step_s: float, seconds: float) -> Timing:
     Args:
         training: This rank's.
         step_s: Length of a step without audits.
-        seconds: For all presets together, and as long again for all links.
+        seconds: For all presets together, and as long again for all audits.
     """
     smallest, gradient_norms.MIN_RANKS = gradient_norms.MIN_RANKS, min(gradient_norms.MIN_RANKS, training.world)
     training.reset()
     turns = _Turns(training, _fit(training, step_s))
     gradient_norms.MIN_RANKS = smallest
     timing = turns.run(max(2, round(seconds / (step_s * STEPS_OF_TURN * (1 + len(PRESETS))))))
-    turns.time_links(max(2, round(seconds / (step_s * STEPS_OF_LINK_TURN * 2 * len(turns.links)))))
+    turns.time_audits(max(2, round(seconds / (step_s * STEPS_OF_AUDIT_TURN * 2 * len(turns.audits)))))
     return timing
 
 
@@ -109,7 +109,7 @@ def _train_step(training: Training, step: int, sequences: int, chain: AuditChain
         chain.begin_step(number)
         inside.stop()
     loss: torch.Tensor = training.model(inputs[:sequences], targets[:sequences])
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     if chain is not None:
         inside.start()
         chain.before_update(number)
@@ -143,11 +143,11 @@ class _Turns:
         self._numbers = dict.fromkeys((OFF, *PRESETS), 0)
         is_sharded = training.config.parallel != "ddp"
         for preset in PRESETS:
-            self._chains[preset] = training._new_chain(link_options(preset, is_sharded=is_sharded), 1)
-        self.links: dict[str, AuditChain | None] = {
-            str(link): training._new_chain({link: LinkOptions(interval=LINK_INTERVAL)}, 1)
-            for link in link_options("standard", is_sharded=is_sharded)
-            if link is not AuditLink.CHECKPOINT
+            self._chains[preset] = training._new_chain(audit_options(preset, is_sharded=is_sharded), 1)
+        self.audits: dict[str, AuditChain | None] = {
+            str(kind): training._new_chain({kind: AuditOptions(interval=AUDIT_INTERVAL)}, 1)
+            for kind in audit_options("standard", is_sharded=is_sharded)
+            if kind is not AuditKind.CHECKPOINT
         }
         names = list(self._chains)
         self._timing = Timing(sequences, {name: [] for name in names}, {name: [] for name in names})
@@ -164,22 +164,22 @@ class _Turns:
                 self._timing.turns[name].append(self._turn(name, STEPS_OF_TURN) / STEPS_OF_TURN)
         for name, chain in self._chains.items():
             if chain is not None:
-                links = {str(audit.link): chain._schedule.interval(audit.link) for audit in chain._audits}
-                self._timing.intervals[name] = links
+                audits = {str(audit.kind): chain._schedule.interval(audit.kind) for audit in chain._audits}
+                self._timing.intervals[name] = audits
                 chain.close()
         return self._timing
 
-    def time_links(self, rounds: int) -> None:
-        """Time each link alone, in turns with training without it. A collective."""
-        for link, chain in self.links.items():
-            self._chains[link], self._numbers[link], self._timing.idle_s[link] = chain, 0, []
-            self._turn(link, WARM_STEPS)
+    def time_audits(self, rounds: int) -> None:
+        """Time each kind of audit alone, in turns with training without it. A collective."""
+        for kind, chain in self.audits.items():
+            self._chains[kind], self._numbers[kind], self._timing.idle_s[kind] = chain, 0, []
+            self._turn(kind, WARM_STEPS)
             taken: dict[str, list[float]] = {OFF: [], ON: []}
             for number in range(rounds):
-                for name in (OFF, link) if number % 2 else (link, OFF):
-                    seconds = self._turn(name, STEPS_OF_LINK_TURN) / STEPS_OF_LINK_TURN
+                for name in (OFF, kind) if number % 2 else (kind, OFF):
+                    seconds = self._turn(name, STEPS_OF_AUDIT_TURN) / STEPS_OF_AUDIT_TURN
                     taken[OFF if name == OFF else ON].append(seconds)
-            self._timing.audits[link] = taken
+            self._timing.audits[kind] = taken
             if chain is not None:
                 chain.close()
 
@@ -209,7 +209,7 @@ def percent_with_range(on: Sequence[float], off: Sequence[float]) -> tuple[float
     found = []
     for _ in range(RESAMPLES):
         chosen = draw.choices(range(len(on)), k=len(on))
-        found.append(100 * (sum(on[one] for one in chosen) / sum(off[one] for one in chosen) - 1))
+        found.append(100 * (sum(on[index] for index in chosen) / sum(off[index] for index in chosen) - 1))
     found.sort()
     share = 100 * (sum(on) / sum(off) - 1)
     return share, found[RESAMPLES // 40], found[-RESAMPLES // 40]
@@ -219,23 +219,23 @@ def undisturbed(turns: dict[str, list[float]]) -> dict[str, list[float]]:
     """Return the rounds in which no turn took much longer than usual."""
     limits = {name: DISTURBED * median(taken) for name, taken in turns.items()}
     rounds = range(len(next(iter(turns.values()))))
-    kept = [one for one in rounds if all(taken[one] <= limits[name] for name, taken in turns.items())]
-    return {name: [taken[one] for one in kept] for name, taken in turns.items()}
+    kept = [index for index in rounds if all(taken[index] <= limits[name] for name, taken in turns.items())]
+    return {name: [taken[index] for index in kept] for name, taken in turns.items()}
 
 
 def audit_seconds(taken: dict[str, list[float]]) -> list[float]:
-    """Return what an audit took in each undisturbed round, from the steps of one link; see `Timing.audits`."""
+    """Return what an audit took in each undisturbed round, from the steps of one kind; see `Timing.audits`."""
     kept = undisturbed(taken)
-    return [LINK_INTERVAL * (on - off) for on, off in zip(kept[ON], kept[OFF], strict=True)]
+    return [AUDIT_INTERVAL * (on - off) for on, off in zip(kept[ON], kept[OFF], strict=True)]
 
 
-def sum_of_links(timing: Timing, preset: str) -> tuple[float, float]:
-    """Return the percent of a step that a preset's links take at its intervals, and its standard error."""
+def sum_of_audits(timing: Timing, preset: str) -> tuple[float, float]:
+    """Return the percent of a step that a preset's audits take at its intervals, and its standard error."""
     step_s = fmean(undisturbed(timing.turns)[OFF])
     idle_s = timing.idle_s[preset]
     total_s, variance = median(idle_s) if idle_s else 0.0, 0.0
-    for link, interval in timing.intervals[preset].items():
-        seconds = audit_seconds(timing.audits[link])
+    for kind, interval in timing.intervals[preset].items():
+        seconds = audit_seconds(timing.audits[kind])
         total_s += fmean(seconds) / interval
         variance += (stdev(seconds) / interval) ** 2 / len(seconds)
     return 100 * total_s / step_s, 100 * math.sqrt(variance) / step_s
@@ -248,19 +248,19 @@ def rows_of(timing: Timing) -> list[Row]:
     rounds, steps = len(kept[OFF]), f"steps of {step_ms:.0f} ms"
     rows = []
     for preset, (floor, aim) in PRESETS.items():
-        share, error = sum_of_links(timing, preset)
+        share, error = sum_of_audits(timing, preset)
         each = [
-            f"{link} {1000 * fmean(audit_seconds(timing.audits[link])):.1f} ms every {interval}"
-            for link, interval in timing.intervals[preset].items()
+            f"{kind} {1000 * fmean(audit_seconds(timing.audits[kind])):.1f} ms every {interval}"
+            for kind, interval in timing.intervals[preset].items()
         ]
         low, high = share - 2 * error, share + 2 * error
         about = f"{low:.2f} to {high:.2f} in 19 of 20; {', '.join(each)}"
-        rows.append(Row(f"{preset}, {steps}, sum of links", share, "% of a step", floor, aim, about))
+        rows.append(Row(f"{preset}, {steps}, sum of audits", share, "% of a step", floor, aim, about))
         whole, low, high = percent_with_range(kept[preset], kept[OFF])
         about = f"{low:.2f} to {high:.2f} in 19 of 20; {rounds} of {len(timing.turns[OFF])} rounds"
         rows.append(Row(f"{preset}, {steps}, in turns", whole, "% of a step", None, None, about))
         idle_s = timing.idle_s[preset]
         limit = IDLE_MS if idle_s else None
         idle_ms = 1000 * median(idle_s) if idle_s else None
-        rows.append(Row(f"{preset}, {steps}, no link due", idle_ms, "ms", limit, limit))
+        rows.append(Row(f"{preset}, {steps}, no audit due", idle_ms, "ms", limit, limit))
     return rows

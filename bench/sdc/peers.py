@@ -15,11 +15,11 @@ from statistics import median
 from typing import Any
 
 import torch
-from everstep_trainer.sdc.audit import is_in_backward
 from torch import nn
 
 from bench.sdc.networks import Network
 from bench.sdc.sites import local
+from everstep_trainer.sdc.audit import is_in_backward
 
 MARGIN = 1.25
 """Thresholds over the largest value of undisturbed runs."""
@@ -32,7 +32,7 @@ PEERS = (LOSS_SPIKE, NORM_SPIKE, NOT_FINITE, MOMENT_BOUNDS, XOR, REPLICA_HASH)
 
 @dataclass
 class StepSignals:
-    """What one rank shows of one step."""
+    """The observations of one rank in one step."""
 
     loss: float
     gradient_norm: float
@@ -72,14 +72,14 @@ class PeerSignals:
 
     def after_backward(self) -> None:
         """Read the gradients."""
-        gradients = [local(one.grad) for one in self._inner.parameters() if one.grad is not None]
+        gradients = [local(parameter.grad) for parameter in self._inner.parameters() if parameter.grad is not None]
         self._norm = float(torch.nn.utils.get_total_norm(gradients))
 
     def read(self, loss: float) -> StepSignals:
         """Return the step's readings."""
         state = list(self._optimizer.state.values())
-        first = max(float(local(one["exp_avg"]).abs().max()) for one in state)
-        second = max(float(local(one["exp_avg_sq"]).max()) for one in state)
+        first = max(float(local(moments["exp_avg"]).abs().max()) for moments in state)
+        second = max(float(local(moments["exp_avg_sq"]).max()) for moments in state)
         differing, self._differing = self._differing, 0
         self._forward.clear()
         return StepSignals(loss, self._norm, first, second, differing)
@@ -103,10 +103,10 @@ class Thresholds:
         """Return thresholds above everything in undisturbed runs."""
         ranks = [rank for run in clean for rank in run]
         return Thresholds(
-            loss_jump=MARGIN * max(max(_jumps([one.loss for one in rank])) for rank in ranks),
-            norm_jump=MARGIN * max(max(_jumps([one.gradient_norm for one in rank])) for rank in ranks),
-            first_moment=MARGIN * max(one.first_moment for rank in ranks for one in rank),
-            second_moment=MARGIN * max(one.second_moment for rank in ranks for one in rank),
+            loss_jump=MARGIN * max(max(_jumps([signal.loss for signal in rank])) for rank in ranks),
+            norm_jump=MARGIN * max(max(_jumps([signal.gradient_norm for signal in rank])) for rank in ranks),
+            first_moment=MARGIN * max(signal.first_moment for rank in ranks for signal in rank),
+            second_moment=MARGIN * max(signal.second_moment for rank in ranks for signal in rank),
         )
 
     def first_alarms(self, signals: Signals, replicas_differ: Sequence[int]) -> dict[str, int]:
@@ -144,11 +144,11 @@ def _jumps(values: Sequence[float]) -> list[float]:
     """Return by how many median deviations each value lies above the median of those before it."""
     jumps = []
     for at, value in enumerate(values):
-        before = [one for one in values[max(0, at - HISTORY) : at] if math.isfinite(one)]
+        before = [value for value in values[max(0, at - HISTORY) : at] if math.isfinite(value)]
         if len(before) < HISTORY // 4:
             jumps.append(0.0)
             continue
         middle = median(before)
-        deviation = median(abs(one - middle) for one in before) or 1e-12
+        deviation = median(abs(earlier - middle) for earlier in before) or 1e-12
         jumps.append((value - middle) / deviation)
     return jumps

@@ -13,17 +13,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
 
+from bench.processes import RankFailed
 from bench.sdc.models import Config
 
 ANSWER_S = 900.0
 """Seconds after which a rank counts as hung."""
 OTHERS_S = 5.0
 """Seconds that the others have once a rank has failed; they may wait for it in a collective."""
-
-
-class RankFailed(RuntimeError):
-    """A rank raised; the message is its traceback."""
 
 
 class Ranks:
@@ -107,7 +105,7 @@ def _serve(pipe: Connection, folder: str, rank: int, world: int, warm_steps: int
 
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", world), rank=rank, world_size=world)
+    dist.init_process_group("gloo", store=FileStore(f"{folder}/store", world), rank=rank, world_size=world)
     trainings: dict[Config, Training] = {}
     with suppress(EOFError, BrokenPipeError):  # the parent is done, or has died
         while True:

@@ -1,4 +1,4 @@
-"""Sum up the records of a store: what was caught, how soon, by which link, at which cost; as rows and as a picture."""
+"""Sum up the records of a store: what was caught, how soon, by which audit, at which cost; as rows and as a picture."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
 
 from bench.sdc.cells import MAIN, MEASURED_PRESETS, PEER_SITES, Cell, cells_of_model
 from bench.sdc.injection import DETECTORS, MEMORY, Site
@@ -78,14 +79,14 @@ class Report:
             if cell.kind in MEASURED_PRESETS:
                 rows.append(self._cell_row(cell))
         rows += (
-            self._checkpoint_rows() + self._stratum_rows() + self._link_rows() + self._harm_rows() + self._peer_rows()
+            self._checkpoint_rows() + self._stratum_rows() + self._audit_rows() + self._harm_rows() + self._peer_rows()
         )
         return rows + self._clean_rows() + self._overhead_rows()
 
     def records(self, config: str, kind: str, sites: Iterable[str]) -> list[Record]:
         """Return the injections of these sites that changed parameters."""
         found = (record for site in sites for record in self._store.records(f"{config}/{kind}/{site}").values())
-        return [one for one in found if one["changed_step"]]  # a run that failed has none
+        return [record for record in found if record["changed_step"]]  # a run that failed has none
 
     def model_rows(self, models: Iterable[str], presets: Iterable[str], kinds: Iterable[str]) -> list[Row]:
         """Return what presets catch on models of other structures, of injections of these kinds."""
@@ -95,33 +96,33 @@ class Report:
             everything: list[Record] = []
             for model in models:
                 tried = [r for cell in cells_of_model(model, preset) for r in self._store.records(cell.name).values()]
-                tried = [one for one in tried if "failed" in one or _kind(one) in kinds]
+                tried = [record for record in tried if "failed" in record or _kind(record) in kinds]
                 everything += tried
                 rows += self._model_rows(f"{model}, {preset}", tried)
                 cost = self.overhead(Config.parse(f"{model}-ddp-float32").name, preset, "all")
                 if cost is not None:
                     rows.append(Row(f"{model}, {preset}: overhead", cost, "% of a step"))
-            changed = [one for one in everything if one["changed_step"]]
+            changed = [record for record in everything if record["changed_step"]]
             rows.append(share_row(f"{preset}, all models: faults caught", *_hits(changed), *marks))
-            frequent = [one for one in changed if one["probability"] * one["elements"] >= 1.0]
+            frequent = [record for record in changed if record["probability"] * record["elements"] >= 1.0]
             rows.append(share_row(f"{preset}, all models: those that act in each step", *_hits(frequent), *marks))
-            named = [one for one in changed if one["caught_by"]]
-            right = sum(one["named"] == one["rank"] for one in named)
+            named = [record for record in changed if record["caught_by"]]
+            right = sum(record["named"] == record["rank"] for record in named)
             rows.append(share_row(f"{preset}, all models: of the caught, the rank named", right, len(named)))
-            struck = sum(bool(one.get("honest_strikes") or one.get("honest_convicted")) for one in everything)
+            struck = sum(bool(record.get("honest_strikes") or record.get("honest_convicted")) for record in everything)
             rows.append(Row(f"{preset}, all models: honest ranks with a strike", struck, "", 0, 0))
-            failed = sum("failed" in one for one in everything)
+            failed = sum("failed" in record for record in everything)
             rows.append(Row(f"{preset}, all models: runs ended by an error", failed, "", 0, 0))
         return rows
 
     def _model_rows(self, name: str, tried: list[Record]) -> list[Row]:
-        changed = [one for one in tried if one["changed_step"]]
-        latencies = [one["latency"] for one in changed if one["caught_by"]]
-        by = Counter(one["caught_by"] for one in changed if one["caught_by"])
-        text = ", ".join(f"{link} {count}" for link, count in by.most_common())
+        changed = [record for record in tried if record["changed_step"]]
+        latencies = [record["latency"] for record in changed if record["caught_by"]]
+        by = Counter(record["caught_by"] for record in changed if record["caught_by"])
+        text = ", ".join(f"{kind} {count}" for kind, count in by.most_common())
         late = f"median {median(latencies):.0f} steps; " if latencies else ""
         rows = [share_row(f"{name}: faults caught", *_hits(changed), more=late + text)]
-        if seconds := [one["seconds"] for one in tried if "seconds" in one]:
+        if seconds := [record["seconds"] for record in tried if "seconds" in record]:
             rows.append(Row(f"{name}: time of an injection", sum(seconds) / len(seconds), "s"))
         return rows
 
@@ -139,7 +140,7 @@ class Report:
             share_row(f"{preset}: permanent, active in each pass of a block", *_hits(filter(_is_frequent, lasting))),
         ]
         for steps in WITHIN_STEPS:
-            soon = sum(bool(one["caught_by"]) and one["latency"] <= steps for one in lasting)
+            soon = sum(bool(record["caught_by"]) and record["latency"] <= steps for record in lasting)
             rows.append(share_row(f"{preset}: permanent, caught within {steps} steps", soon, len(lasting)))
         named = [r for r in lasting if r["caught_by"]]
         right = sum(r["named"] == r["rank"] for r in named)
@@ -151,7 +152,7 @@ class Report:
         tried = [
             record for cell in self.cells if cell.kind == preset for record in self._store.records(cell.name).values()
         ]
-        everyone = [one for one in tried if "failed" not in one]
+        everyone = [record for record in tried if "failed" not in record]
         evicted = sum(bool(r["honest_convicted"]) for r in everyone)
         struck = sum(bool(r["honest_strikes"]) for r in everyone)
         rows.append(Row(f"{preset}: honest ranks convicted", evicted, "", 0, 0, f"{len(everyone)} injections"))
@@ -160,15 +161,15 @@ class Report:
         return rows
 
     def _cell_row(self, cell: Cell) -> Row:
-        records = [one for one in self._store.records(cell.name).values() if "failed" not in one]
+        records = [record for record in self._store.records(cell.name).values() if "failed" not in record]
         if cell.what in DETECTORS:
-            reported = [one for one in records if one["caught_by"]]
-            named = sum(one["named"] == one["rank"] for one in reported)
+            reported = [record for record in records if record["caught_by"]]
+            named = sum(record["named"] == record["rank"] for record in reported)
             return share_row(cell.name, named, len(reported), more="the liar named")
-        changed, once = _by_duration(one for one in records if one["changed_step"])
-        latencies = [one["latency"] for one in changed if one["caught_by"]]
-        by = Counter(one["caught_by"] for one in changed if one["caught_by"])
-        text = ", ".join(f"{link} {count}" for link, count in by.most_common())
+        changed, once = _by_duration(record for record in records if record["changed_step"])
+        latencies = [record["latency"] for record in changed if record["caught_by"]]
+        by = Counter(record["caught_by"] for record in changed if record["caught_by"])
+        text = ", ".join(f"{kind} {count}" for kind, count in by.most_common())
         late = f"median {median(latencies):.0f} steps; " if latencies else ""
         rare = f"; once: {_caught(once)} of {len(once)}" if once else ""
         return share_row(cell.name, *_hits(changed), more=late + text + rare)
@@ -177,8 +178,8 @@ class Report:
         rows = []
         for cell in self.cells:
             if cell.kind == "checkpoint":
-                changed = [one for one in self._store.records(cell.name).values() if one["changed"]]
-                hits = sum(one["caught"] for one in changed)
+                changed = [record for record in self._store.records(cell.name).values() if record["changed"]]
+                hits = sum(record["caught"] for record in changed)
                 rows.append(share_row(f"checkpoint bytes, {cell.what}", hits, len(changed), 99.9, 100))
         return rows
 
@@ -190,23 +191,23 @@ class Report:
         whole = self._permanent()
         rows = []
         for field in ("stratum", "shape", "corruption"):
-            for value in sorted({one[field] for one in whole}):
+            for value in sorted({record[field] for record in whole}):
                 rows.append(share_row(f"standard: permanent, {value}", *_hits(r for r in whole if r[field] == value)))
         bounds = (0.0, 1.0, 100.0, math.inf)
         for low, high in itertools.pairwise(bounds):
-            some = (one for one in whole if low <= one["probability"] * one["elements"] < high)
+            some = (record for record in whole if low <= record["probability"] * record["elements"] < high)
             rows.append(share_row(f"standard: permanent, {low:g} to {high:g} activations a step", *_hits(some)))
         return rows if whole else []
 
-    def _link_rows(self) -> list[Row]:
+    def _audit_rows(self) -> list[Row]:
         whole = self._permanent()
-        caught = Counter(one["caught_by"] for one in whole if one["caught_by"])
+        caught = Counter(record["caught_by"] for record in whole if record["caught_by"])
         return [
-            share_row(f"standard: permanent, caught first by {link}", n, len(whole)) for link, n in caught.most_common()
+            share_row(f"standard: permanent, caught first by {kind}", n, len(whole)) for kind, n in caught.most_common()
         ]
 
     def _harm_rows(self) -> list[Row]:
-        seeds = [one["loss"] for one in self._store.records(f"{MAIN}/seeds/loss").values()]
+        seeds = [record["loss"] for record in self._store.records(f"{MAIN}/seeds/loss").values()]
         missed = [r for site in Site for r in self._store.records(f"{MAIN}/harm/{site}").values()]
         without = [r for site in Site for r in self.records(MAIN, "peers", (site,))]
         if len(seeds) < 2:
@@ -216,7 +217,7 @@ class Report:
         return [
             share_row(f"{text}: harm after the window", sum(map(harmful, some)), len(some), more=spread)
             for text, runs in (("standard, missed", missed), ("without a chain", without))
-            if (some := [one for one in runs if one["final_loss"] is not None])
+            if (some := [record for record in runs if record["final_loss"] is not None])
         ]
 
     def _peer_rows(self) -> list[Row]:
@@ -225,14 +226,14 @@ class Report:
             sites = [cell.what for cell in self.cells if cell.kind == "peers" and cell.config.name == config]
             records = self.records(config, "peers", sites)
             for peer in PEERS:
-                hits = sum(bool(one["alarms"][peer]) for one in records)
+                hits = sum(bool(record["alarms"][peer]) for record in records)
                 rows.append(share_row(f"{config}: {peer}", hits, len(records), more="peer"))
             numbers = {site: set(self._store.records(f"{config}/peers/{site}")) for site in sites}
             ours = [
-                one
+                record
                 for site in sites
-                for number, one in self._store.records(f"{config}/standard/{site}").items()
-                if number in numbers[site] and one["changed_step"]
+                for number, record in self._store.records(f"{config}/standard/{site}").items()
+                if number in numbers[site] and record["changed_step"]
             ]
             if ours:
                 rows.append(share_row(f"{config}: standard, on the same injections", *_hits(ours)))
@@ -243,16 +244,16 @@ class Report:
         for cell in self.cells:
             if cell.kind == "clean":
                 records = self._store.records(cell.name).values()
-                steps, alarms = sum(one["steps"] for one in records), sum(one["alarms"] for one in records)
+                steps, alarms = sum(record["steps"] for record in records), sum(record["alarms"] for record in records)
                 rows.append(
                     Row(f"{cell.name}: false alarms", 1e6 * alarms / steps, "per 1e6 steps", 0, 0, f"in {steps} steps")
                 )
         return rows
 
-    def overhead(self, config: str, preset: str, link: str) -> float | None:
+    def overhead(self, config: str, preset: str, kind: str) -> float | None:
         """Return by how many percent a step takes longer; the median of paired blocks."""
-        records = self._store.records(f"{config}/overhead-{preset}/{link}").values()
-        ratios = [on / off for one in records for off, on in zip(one["off_s"], one["on_s"], strict=True)]
+        records = self._store.records(f"{config}/overhead-{preset}/{kind}").values()
+        ratios = [on / off for record in records for off, on in zip(record["off_s"], record["on_s"], strict=True)]
         return 100 * (median(ratios) - 1) if ratios else None
 
     def _overhead_rows(self) -> list[Row]:
@@ -280,7 +281,7 @@ class Report:
                 right.annotate(preset, (at, share), xytext=(7, -12), textcoords="offset points", fontsize=9)
         records, _ = _by_duration(self.records(config, "peers", PEER_SITES))
         for at, peer in enumerate(PEERS if records else ()):
-            _draw_share(left, at, sum(bool(one["alarms"][peer]) for one in records), len(records), THEIRS)
+            _draw_share(left, at, sum(bool(record["alarms"][peer]) for record in records), len(records), THEIRS)
         left.set_xticks(range(len(PEERS)), PEERS, rotation=35, ha="right", fontsize=8)
         left.set_title("other detectors, in each step", fontsize=10)
         left.set_ylabel("permanent faults caught, %")
@@ -295,7 +296,7 @@ class Report:
         plt.close(figure)
 
 
-def _draw_share(axes: plt.Axes, at: float, hits: int, of: int, colour: str) -> float:
+def _draw_share(axes: Axes, at: float, hits: int, of: int, colour: str) -> float:
     """Draw a share with its interval, and return it in percent."""
     share = 100 * hits / of
     low, high = wilson(hits, of)
@@ -311,11 +312,13 @@ def _kind(record: Record) -> str:
 def _by_duration(records: Iterable[Record]) -> tuple[list[Record], list[Record]]:
     """Return the permanent faults, and those that act once."""
     known = list(records)
-    return [one for one in known if one["probability"]], [one for one in known if not one["probability"]]
+    return [record for record in known if record["probability"]], [
+        record for record in known if not record["probability"]
+    ]
 
 
 def _caught(records: Iterable[Record]) -> int:
-    return sum(bool(one["caught_by"]) for one in records)
+    return sum(bool(record["caught_by"]) for record in records)
 
 
 def _hits(records: Iterable[Record]) -> tuple[int, int]:
@@ -324,4 +327,5 @@ def _hits(records: Iterable[Record]) -> tuple[int, int]:
 
 
 def _is_frequent(record: Record) -> bool:
-    return record["probability"] * record["elements"] >= MANY_PASSES
+    is_frequent: bool = record["probability"] * record["elements"] >= MANY_PASSES
+    return is_frequent

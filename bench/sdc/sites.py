@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from everstep_trainer.sdc.audit import is_in_backward
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
@@ -23,6 +23,9 @@ from torch.optim import adam
 
 from bench.sdc.injection import Fault, Site
 from bench.sdc.networks import Network
+from everstep_trainer.sdc.audit import is_in_backward
+
+_CHAIN_PACKAGES = ("everstep_trainer.sdc.", "everstep_trainer.digests.")
 
 
 class FaultySite:
@@ -52,7 +55,7 @@ class FaultySite:
 
     def parameters(self) -> list[torch.Tensor]:
         """Return this rank's parts of all parameters."""
-        return [local(one) for one in self.inner.parameters()]
+        return [local(parameter) for parameter in self.inner.parameters()]
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -69,7 +72,7 @@ class _Tap(torch.autograd.Function):
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         return ctx.fault.corrupted(gradient), None
 
 
@@ -100,7 +103,7 @@ class _Products(FaultySite):
             if site is Site.GEMM_INPUT_GRADIENT and x.requires_grad:
                 x = _Tap.apply(x, fault)
             elif site is Site.GEMM_WEIGHT_GRADIENT:
-                weights = [_Tap.apply(one, fault) if one.requires_grad else one for one in weights]
+                weights = [_Tap.apply(weight, fault) if weight.requires_grad else weight for weight in weights]
             results = original(x, state, weights, *more)
             if site is Site.GEMM_FORWARD:
                 fault.corrupt(results[0])
@@ -155,7 +158,7 @@ class _LocalGradients(FaultySite):
 
     @contextmanager
     def install(self) -> Iterator[None]:
-        buffers = patched(dist.GradBucket, "buffer", self._wrap_buffer)
+        buffers = patched(GradBucket, "buffer", self._wrap_buffer)
         with buffers, patched(_fsdp_param_group, "foreach_reduce", self._wrap):
             yield
 
@@ -242,7 +245,7 @@ class _Activations(FaultySite):
 
     @contextmanager
     def install(self) -> Iterator[None]:
-        hooks = [one.register_forward_hook(self._hold) for one in self.inner.blocks] if self.inner.recompute else []
+        hooks = [block.register_forward_hook(self._hold) for block in self.inner.blocks] if self.inner.recompute else []
         yield
         for hook in hooks:
             hook.remove()
@@ -297,7 +300,7 @@ class _LyingReplay(FaultySite):
         def replay(*args: Any, **options: Any) -> Any:
             record = original(*args, **options)
             if self.fault.happens():
-                record.digests = [None if one is None else one + 1 for one in record.digests]
+                record.digests = [None if digest is None else digest + 1 for digest in record.digests]
             return record
 
         return replay
@@ -337,7 +340,7 @@ def patched(module: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None
 def patched_everywhere(names: tuple[str, ...], wrap: Callable[[Any], Any]) -> Iterator[None]:
     """Replace functions of the chain in all of its modules for a while."""
     undo: list[tuple[Any, str, Any]] = []
-    for module in [one for name, one in sys.modules.items() if name.startswith("everstep_trainer.sdc.")]:
+    for module in [module for name, module in sys.modules.items() if name.startswith(_CHAIN_PACKAGES)]:
         for name in names:
             original = getattr(module, name, None)
             if callable(original):

@@ -12,28 +12,28 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from everstep_trainer.data.rng import seed_step
-from everstep_trainer.parallel.exact.summation import all_gather
-from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch
-from everstep_trainer.sdc.build import build_chain
-from everstep_trainer.sdc.chain import ROTATIONS_UNTIL_CLEAN, AuditChain
-from everstep_trainer.sdc.digests.digest import WeightedDigest
-from everstep_trainer.sdc.gradients import gradient_norms
-from everstep_trainer.sdc.presets import LinkOptions, link_options
-from everstep_trainer.sdc.state_digests import StateAudit
-from everstep_trainer.sdc.updates import UpdateAudit
 
 from bench.sdc.injection import DETECTORS, MEMORY, Fault, Injection, Site
-from bench.sdc.judging import Judgement, Outcome, Statement, judge_all, node_of
+from bench.sdc.judging import Outcome, Statement, judge_all, node_of
 from bench.sdc.models import Config, batch_of, build
 from bench.sdc.overhead import Timing, time_presets
 from bench.sdc.peers import PeerSignals, StepSignals
 from bench.sdc.sites import GRAPH_SITES, SITES, FaultySite, local
-from everstep.vocabulary import AuditLink
+from everstep.vocabulary import AuditKind
 from everstep.wire.v1.training import SdcPreset
+from everstep_trainer.data.rng import seed_step
+from everstep_trainer.digests.digest import WeightedDigest
+from everstep_trainer.parallel.lane import all_gather
+from everstep_trainer.sdc.audit import Audit, AuditSetup, Mismatch
+from everstep_trainer.sdc.build import build_chain
+from everstep_trainer.sdc.chain import ROTATIONS_UNTIL_CLEAN, AuditChain
+from everstep_trainer.sdc.gradients import gradient_norms
+from everstep_trainer.sdc.presets import AuditOptions, audit_options
+from everstep_trainer.sdc.state_digests import StateAudit
+from everstep_trainer.sdc.updates import UpdateAudit
 
 DETECTABLE_STEPS = 24
-"""Steps in which a link may still find an activation whose step is over: norms of gradients are exchanged within 16."""
+"""Steps in which an audit may still find an activation whose step is over: gradient norms are exchanged within 16."""
 REPLICA_STEPS = 50
 """Steps from one comparison of replicas to the next, as Everstep's default."""
 ONSET = 3
@@ -44,21 +44,19 @@ of them."""
 SETTLED = 3
 """Steps after which a fault that acts once and changed no parameter will change none."""
 WARM_AUDITS = 48
-"""Audits that each link has done before a fault: it knows then what is usual."""
+"""Audits of each kind before a fault: the audit then knows what is usual."""
 FLUSH_STEPS = 3
-KEPT_STEPS = 10
-"""Steps from one kept state to the next, where a run may go back."""
 STEPS_OF_TURN = 8
 """Steps that are timed without the chain, and then with it, in turns."""
 DATA_SEED, EVALUATION_SEED, EVALUATIONS = 1, 10_007, 4
 
 Intervals = Mapping[str, int]
-"""Steps between two audits by link; a link that is not named is off."""
+"""Steps between two audits by their kind; a kind that is not named is off."""
 
 
 @dataclass
 class Result:
-    """What one rank saw of one run."""
+    """The observations of one rank in one run."""
 
     statements: list[Mismatch] = field(default_factory=list)
     replica_digests: list[int] = field(default_factory=list)
@@ -76,57 +74,8 @@ class Result:
     final_loss: float | None = None
     """On fixed data, after a whole window without a chain."""
     clean_audits: int = 0
-    """How often steps were reported as clean."""
+    """The number of steps that were reported as clean."""
     signals: list[StepSignals] = field(default_factory=list)
-
-
-@dataclass
-class Report:
-    """What all ranks learn in one step. ``back_at``: the step that they go back to; the same one if they go on."""
-
-    step: int
-    back_at: int
-    judgements: list[Judgement]
-
-
-@dataclass
-class Story:
-    """A run in which a chain may find a fault and go back. ``losses``: means over ranks by step, as last computed."""
-
-    losses: dict[int, float] = field(default_factory=dict)
-    reports: list[Report] = field(default_factory=list)
-    replaced: dict[int, int] = field(default_factory=dict)
-    """The step by replaced rank."""
-    digests: list[int] = field(default_factory=list)
-    """All ranks' parameters at the end."""
-
-
-STRIKES = 2
-"""Strikes that convict, as the controller's policy has them."""
-UNDOING = (Outcome.CONVICTED, Outcome.STRIKE, Outcome.SUSPICION, Outcome.UNNAMED_SUSPICION, Outcome.TIE)
-"""Outcomes after which work is undone."""
-
-
-class StrikeRule:
-    """The controller's rule: a rank is replaced once it is convicted or has two strikes."""
-
-    def __init__(self) -> None:
-        self._strikes: dict[int, int] = {}
-
-    def replaced(self, judgements: list[Judgement]) -> list[int]:
-        """Return the ranks that the judgements of one step replace. Several strikes of one step count as one."""
-        added: dict[int, int] = {}
-        for one in judgements:
-            if one.rank is None or one.outcome not in (Outcome.CONVICTED, Outcome.STRIKE, Outcome.AUDITOR_STRIKE):
-                continue
-            added[one.rank] = max(added.get(one.rank, 0), STRIKES if one.outcome is Outcome.CONVICTED else 1)
-        found = []
-        for rank, strikes in added.items():
-            self._strikes[rank] = self._strikes.get(rank, 0) + strikes
-            if self._strikes[rank] >= STRIKES:
-                self._strikes[rank] = 0  # the next node begins without any
-                found.append(rank)
-        return found
 
 
 class Training:
@@ -135,15 +84,15 @@ class Training:
     def __init__(self, config: Config, rank: int, world: int, warm_steps: int) -> None:
         self.config, self.rank, self.world = config, rank, world
         self.model, self.inner, self.optimizer = build(config, world)
-        self._digest = WeightedDigest([local(one) for one in self.inner.parameters()])
+        self._digest = WeightedDigest([local(parameter) for parameter in self.inner.parameters()])
         self._elements: dict[Site, int] = {}
         self._reference: list[list[int]] = []
         for step in range(-warm_steps, 1):
-            self._step(step, DATA_SEED)
+            self.step(step, DATA_SEED)
         self._statements: list[Mismatch] = []
         self._clean_steps: list[int] = []
         self._chains: dict[tuple[tuple[str, int], ...], _WarmChain] = {}
-        self._base = [one.clone() for one in self._state()]
+        self._base = [tensor.clone() for tensor in self._state()]
 
     def reference(self) -> list[list[int]]:
         """Return all ranks' digests after each of the first steps of the undisturbed run."""
@@ -151,27 +100,27 @@ class Training:
             self.reset()
             self._reference = [[]]
             for step in range(1, ONSET + REFERENCE_STEPS + 1):
-                self._step(step, DATA_SEED)
-                self._reference.append(self._gather(0)[1])
+                self.step(step, DATA_SEED)
+                self._reference.append(self.gather(0)[1])
         return self._reference
 
     def final_loss(self, seed: int, window: int) -> float:
         """Return the loss on fixed data after an undisturbed run over other data."""
         self.reset()
         for step in range(1, ONSET + window + 1):
-            self._step(step, seed)
-        return self._evaluate()
+            self.step(step, seed)
+        return self.evaluate()
 
     def intervals(self, preset: SdcPreset, steps: int) -> dict[str, int]:
         """Return the intervals that the chain chooses from the costs it measures in ``steps`` steps."""
         self.reset()
-        chain = self._new_chain(link_options(preset, is_sharded=self.config.parallel != "ddp"), 1)
+        chain = self._new_chain(audit_options(preset, is_sharded=self.config.parallel != "ddp"), 1)
         if chain is None:
             return {}
         for step in range(1, steps + 1):
-            self._step(step, DATA_SEED, chain)
+            self.step(step, DATA_SEED, chain)
         chain.close()
-        return {str(audit.link): chain._schedule.interval(audit.link) for audit in chain._audits}
+        return {str(audit.kind): chain._schedule.interval(audit.kind) for audit in chain._audits}
 
     def steps_until_audited(self, intervals: Intervals) -> int:
         """Return the steps after which a version before them counts as audited.
@@ -181,8 +130,8 @@ class Training:
         """
         warm = self._warm_chain(intervals)
         audits = warm.chain._audits if warm is not None else []
-        parts = {str(audit.link): audit.rounds - len(set(audit.left_out)) for audit in audits}
-        return ROTATIONS_UNTIL_CLEAN * max((count * intervals[link] for link, count in parts.items()), default=0)
+        parts = {str(audit.kind): audit.rounds - len(set(audit.left_out)) for audit in audits}
+        return ROTATIONS_UNTIL_CLEAN * max((count * intervals[kind] for kind, count in parts.items()), default=0)
 
     def run(
         self,
@@ -198,14 +147,14 @@ class Training:
         After a suspicion that names no rank, it begins once more, as a job would go back; the fault goes on.
 
         A chain's run leaves out steps in which the fault is not active, once an activation can be found no more: such
-        steps are those of an undisturbed run, and the links' intervals count them. Once a permanent fault has changed
-        a parameter, the run also leaves out the steps in which no link is due. Audits then see a training run that
+        steps are those of an undisturbed run, and the audits' intervals count them. Once a permanent fault has changed
+        a parameter, the run also leaves out the steps in which no audit is due. Audits then see a training run that
         makes fewer steps between them, with a fault as frequent in each step.
 
         Args:
             injection: The fault; None: none.
             intervals: The chain's; empty: no chain, and no comparison of replicas.
-            phase: Where in its interval and rotation each link begins, 0 to 1.
+            phase: Where in its interval and rotation each audit begins, 0 to 1.
             window: Steps in which the fault may be found.
             steps: Last step; 0: the window's.
             signals: Record what other detectors read, in each step.
@@ -214,132 +163,39 @@ class Training:
         warm = self._warm_chain(intervals)
         fault, site = self._faulty_site(injection)
         self.reset()
-        result = Result()
         self._statements.clear()
         self._clean_steps.clear()
-        first = 1 + WARM_AUDITS + FLUSH_STEPS + int(phase * 1000)
-        chain = warm.begin(first, phase) if warm is not None else None
-        if injection is not None:
-            result.elements = self._count(injection.site)
+        elements = self._count(injection.site) if injection is not None else 0
         peers = PeerSignals(self.inner, self.optimizer) if signals else None
+        run = _Run(self, injection, fault, site, warm, phase, steps or ONSET + window, elements, reference, peers)
         with ExitStack() as stack:
             if site is not None:
                 stack.enter_context(site.install())
             if peers is not None:
                 stack.enter_context(peers.install())
-            last, step, active = steps or ONSET + window, 0, (0, 0)
-            searched = 0  # the step in which a suspicion named no rank
-            while step < last:
-                step += 1
-                fault.is_armed = step >= ONSET
-                loss = self._step(step, DATA_SEED, chain, site, offset=first - 1, peers=peers)
-                if peers is not None:
-                    result.signals.append(peers.read(loss))
-                if fault.activations > active[1]:
-                    active = step, fault.activations
-                can_skip = chain is not None and injection is not None and step - active[0] >= DETECTABLE_STEPS
-                idle = min(last - step, fault.elements_until_active() // max(1, result.elements) - 1) if can_skip else 0
-                found, digests, idle_steps = self._gather(len(self._statements), int(idle))
-                result.steps = max(step, searched)
-                if site is not None:
-                    site.at_rest()
-                if found and warm is not None and not searched and self._names_no_rank():
-                    searched = last = step
-                    result.statements += self._statements
-                    self._statements.clear()
-                    self._restore(self._base)
-                    chain, step = warm.begin(first, phase, is_repeated=True), 0
-                    continue
-                if not result.changed_step and step < len(reference) and digests != reference[step]:
-                    result.changed_step = step
-                if self.config.parallel == "ddp" and len(set(digests)) > 1:
-                    result.differing_steps.append(step)
-                    if intervals and step % REPLICA_STEPS == 0:
-                        result.replica_digests = digests
-                if found or result.replica_digests:
-                    break
-                if searched:
-                    continue
-                if injection is not None and not result.changed_step and _is_settled(injection, step):
-                    break
-                if chain is not None and injection is not None and result.changed_step:
-                    skipped = max(0, idle_steps) if self._is_forgotten(injection, digests) else 0
-                    if injection.is_permanent:
-                        skipped = max(skipped, min(last - step - 1, _steps_until_due(chain, step, step + first)))
-                    fault.skip_ahead(skipped * result.elements)
-                    step += skipped
-                    chain._updated_step = step + first - 1  # its norms were not read
-            else:
-                result.final_loss = self._evaluate() if chain is None else None
+            run.train()
+        result = run.result
         result.activations, result.stratum = fault.activations, fault.stratum
-        result.statements += self._statements
+        result.statements += self.take_statements()
         result.clean_audits = len(self._clean_steps)
         return result
 
-    def _names_no_rank(self) -> bool:
-        """Return whether all statements so far are suspicions that name no rank. A collective."""
-        judgements = judge_all(self._all_statements(), self.world)
-        return all(one.outcome is Outcome.UNNAMED_SUSPICION for one in judgements)
+    @property
+    def statement_count(self) -> int:
+        """Number of this rank's statements that were not taken yet."""
+        return len(self._statements)
 
-    def _is_forgotten(self, injection: Injection | None, digests: list[int]) -> bool:
-        """Return whether an activation some steps ago has left nothing that differs between ranks."""
-        if injection is None or injection.site in DETECTORS:
-            return False
-        if self.config.parallel == "ddp":
-            return len(set(digests)) == 1
-        return injection.site not in MEMORY
-
-    def tell(self, injection: Injection | None, intervals: Intervals, onset: int, steps: int) -> Story:
-        """Return the losses of a run with a fault from step ``onset`` on, and what the chain does about it.
-
-        The ranks follow the controller's rule: a convicted rank's node counts as replaced, and so does one with two
-        strikes. After those, a suspicion or a tie, all ranks go back to the newest state whose steps were audited.
-        """
-        warm = self._warm_chain(intervals)
-        fault, site = self._faulty_site(injection)
-        self.reset()
+    def take_statements(self) -> list[Mismatch]:
+        """Return this rank's statements, and forget them."""
+        taken = list(self._statements)
         self._statements.clear()
-        self._clean_steps.clear()
-        offset = WARM_AUDITS + FLUSH_STEPS
-        chain = warm.begin(offset + 1, 0.0) if warm is not None else None
-        story, tribunal = Story(), StrikeRule()
-        kept = {0: [one.clone() for one in self._state()]}
-        step = verified = 0
-        with ExitStack() as stack:
-            if site is not None:
-                stack.enter_context(site.install())
-            while step < steps:
-                step += 1
-                fault.is_armed = self.rank not in story.replaced and step >= onset
-                loss = torch.tensor(self._step(step, DATA_SEED, chain, site, offset=offset))
-                dist.all_reduce(loss)
-                story.losses[step] = loss.item() / self.world
-                found, story.digests, _ = self._gather(len(self._statements))
-                if step % KEPT_STEPS == 0 and not found:
-                    kept[step] = [one.clone() for one in self._state()]
-                if not found or warm is None:
-                    continue
-                clean = torch.tensor(max(self._clean_steps, default=offset) - offset)
-                dist.all_reduce(clean, op=dist.ReduceOp.MIN)
-                verified = max(verified, int(clean.item()))
-                judgements = judge_all(self._all_statements(), self.world)
-                replaced = tribunal.replaced(judgements)
-                story.replaced.update(dict.fromkeys(replaced, step))
-                is_undone = bool(replaced) or any(one.outcome in UNDOING for one in judgements)
-                back = max(one for one in kept if one <= verified) if is_undone else step
-                story.reports.append(Report(step, back, judgements))
-                self._statements.clear()
-                if not is_undone:
-                    continue
-                self._restore(kept[back])
-                kept = {one: state for one, state in kept.items() if one <= back}
-                chain, step = warm.begin(offset + back + 1, 0.0, is_repeated=True), back
-        return story
+        return taken
 
-    def _all_statements(self) -> list[Statement]:
-        everybodys: list[list[Mismatch]] = [[] for _ in range(self.world)]
-        dist.all_gather_object(everybodys, list(self._statements))
-        return [Statement(rank, one) for rank, said in enumerate(everybodys) for one in said]
+    def all_statements(self) -> list[Statement]:
+        """Return the statements of all ranks that were not taken yet."""
+        gathered: list[list[Mismatch]] = [[] for _ in range(self.world)]
+        dist.all_gather_object(gathered, list(self._statements))
+        return [Statement(rank, statement) for rank, statements in enumerate(gathered) for statement in statements]
 
     def time_steps(self, intervals: Intervals, blocks: int, block_steps: int) -> tuple[list[float], list[float]]:
         """Return the seconds per step of pairs of blocks of steps, without and with a chain.
@@ -366,8 +222,8 @@ class Training:
                         taken[False] += self._time_turn(step, steps)
                     step += steps
             if pair:
-                for of_all, one in zip(seconds, taken, strict=True):
-                    of_all.append(one / block_steps)
+                for of_all, second in zip(seconds, taken, strict=True):
+                    of_all.append(second / block_steps)
         return seconds
 
     def time_presets(self, step_s: float, seconds: float) -> Timing:
@@ -379,7 +235,7 @@ class Training:
         dist.barrier()
         began = time.perf_counter()
         for step in range(first, first + steps):
-            self._step(step, DATA_SEED, chain, offset=offset)
+            self.step(step, DATA_SEED, chain, offset=offset)
         seconds = time.perf_counter() - began
         for audit in chain._audits if chain is not None else ():
             if isinstance(audit, StateAudit):  # the next steps update without the chain
@@ -389,19 +245,20 @@ class Training:
     def reset(self) -> None:
         """Go back to the trained state that all runs begin with."""
         gradient_norms.to_repeat.clear()  # it outlives generations
-        self._restore(self._base)
+        self.restore_base()
 
-    def _restore(self, state: list[torch.Tensor]) -> None:
+    def restore_base(self) -> None:
+        """Restore the trained state, and leave what audits know."""
         with torch.no_grad():
-            for target, source in zip(self._state(), state, strict=True):
+            for target, source in zip(self._state(), self._base, strict=True):
                 target.copy_(source)
         self.optimizer.zero_grad()
 
     def _state(self) -> list[torch.Tensor]:
-        moments = [local(one) for state in self.optimizer.state.values() for one in state.values()]
+        moments = [local(moment) for state in self.optimizer.state.values() for moment in state.values()]
         return [*map(local, self.inner.parameters()), *map(local, self.inner.buffers()), *moments]
 
-    def _new_chain(self, options: Mapping[AuditLink, LinkOptions], first: int) -> AuditChain | None:
+    def _new_chain(self, options: Mapping[AuditKind, AuditOptions], first: int) -> AuditChain | None:
         setup = AuditSetup(
             rank=self.rank,
             world_size=self.world,
@@ -418,16 +275,16 @@ class Training:
         key = tuple(intervals.items())
         if key not in self._chains:
             self.reset()
-            every = {AuditLink(link): LinkOptions(interval=1) for link in intervals}
+            every = {AuditKind(kind): AuditOptions(interval=1) for kind in intervals}
             chain = self._new_chain(every, 1)
             if chain is None:
                 return None
             for step in range(1, WARM_AUDITS + 1):
-                self._step(step, DATA_SEED, chain)
+                self.step(step, DATA_SEED, chain)
             for cost in chain._schedule._costs.values():
                 cost.since = WARM_AUDITS + FLUSH_STEPS + 1
             for step in range(WARM_AUDITS + 1, WARM_AUDITS + FLUSH_STEPS + 1):
-                self._step(step, DATA_SEED, chain)  # what was begun is compared
+                self.step(step, DATA_SEED, chain)  # what was begun is compared
             self._chains[key] = _WarmChain(chain, intervals)
         return self._chains[key]
 
@@ -449,13 +306,13 @@ class Training:
             fault = Fault(None, 0)
             site = SITES[kind](fault, self.model, self.inner, self.optimizer)
             with site.install():
-                self._step(1, DATA_SEED, site=site)
+                self.step(1, DATA_SEED, site=site)
             site.at_rest()
             self.reset()
             self._elements[kind] = fault.seen
         return self._elements[kind]
 
-    def _step(
+    def step(
         self,
         step: int,
         seed: int,
@@ -492,7 +349,7 @@ class Training:
         self.optimizer.zero_grad()
         return loss.item()
 
-    def _gather(self, statements: int, idle_steps: int = 0) -> tuple[int, list[int], int]:
+    def gather(self, statements: int, idle_steps: int = 0) -> tuple[int, list[int], int]:
         """Return how many statements all ranks have made, the digest of each rank's parameters, and how many of the
         next steps the fault leaves alone."""
         mine = torch.stack([torch.tensor(statements), self._digest.enqueue(), torch.tensor(idle_steps)])
@@ -502,7 +359,7 @@ class Training:
         return int(numbers.sum()), digests.tolist(), int(idle.max())
 
     @torch.no_grad()
-    def _evaluate(self) -> float:
+    def evaluate(self) -> float:
         self.inner.eval()
         total = torch.zeros(())
         for number in range(EVALUATIONS):
@@ -513,6 +370,115 @@ class Training:
         return total.item() / EVALUATIONS / self.world
 
 
+class _Run:
+    """The steps of one run after an injection, and what they show."""
+
+    def __init__(
+        self,
+        training: Training,
+        injection: Injection | None,
+        fault: Fault,
+        site: FaultySite | None,
+        warm: _WarmChain | None,
+        phase: float,
+        last: int,
+        elements: int,
+        reference: list[list[int]],
+        peers: PeerSignals | None,
+    ) -> None:
+        self._training, self._injection, self._fault, self._site = training, injection, fault, site
+        self._warm, self._phase, self._last, self._reference, self._peers = warm, phase, last, reference, peers
+        self.result = Result(elements=elements)
+        self._first = 1 + WARM_AUDITS + FLUSH_STEPS + int(phase * 1000)
+        self._chain = warm.begin(self._first, phase) if warm is not None else None
+        self._number = 0  # of the step
+        self._activations = self._activated_step = 0
+        self._searched_step = 0  # in which a suspicion named no rank
+
+    def train(self) -> None:
+        """Train until the chain finds the fault, it can be found no more, or the last step is over."""
+        while self._number < self._last:
+            self._number += 1
+            found, digests, idle_steps = self._train_step()
+            if found and self._warm is not None and not self._searched_step and self._names_no_rank():
+                self._begin_again(self._warm)
+                continue
+            self._compare(digests)
+            if found or self.result.replica_digests:
+                return
+            if self._searched_step or self._injection is None:
+                continue
+            if not self.result.changed_step:
+                if _is_settled(self._injection, self._number):
+                    return
+            elif self._chain is not None:
+                self._skip_steps(self._chain, self._injection, idle_steps if self._is_forgotten(digests) else 0)
+        if self._chain is None:
+            self.result.final_loss = self._training.evaluate()
+
+    def _train_step(self) -> tuple[int, list[int], int]:
+        """Train a step. Return the statements, the ranks' digests, and the next steps that the fault leaves alone."""
+        fault, number = self._fault, self._number
+        fault.is_armed = number >= ONSET
+        offset = self._first - 1
+        loss = self._training.step(number, DATA_SEED, self._chain, self._site, offset=offset, peers=self._peers)
+        if self._peers is not None:
+            self.result.signals.append(self._peers.read(loss))
+        if fault.activations > self._activations:
+            self._activated_step, self._activations = number, fault.activations
+        idle = 0
+        can_skip = self._chain is not None and self._injection is not None
+        if can_skip and number - self._activated_step >= DETECTABLE_STEPS:
+            idle_steps = fault.elements_until_active() // max(1, self.result.elements) - 1
+            idle = int(min(self._last - number, idle_steps))
+        gathered = self._training.gather(self._training.statement_count, idle)
+        self.result.steps = max(number, self._searched_step)
+        if self._site is not None:
+            self._site.at_rest()
+        return gathered
+
+    def _begin_again(self, warm: _WarmChain) -> None:
+        """Go back to the beginning, as a job does after a suspicion that names no rank."""
+        self._searched_step = self._last = self._number
+        self.result.statements += self._training.take_statements()
+        self._training.restore_base()
+        self._chain, self._number = warm.begin(self._first, self._phase, is_repeated=True), 0
+
+    def _compare(self, digests: list[int]) -> None:
+        """Compare the parameters with those of the undisturbed run, and replicas with each other."""
+        number, result = self._number, self.result
+        if not result.changed_step and number < len(self._reference) and digests != self._reference[number]:
+            result.changed_step = number
+        if self._training.config.parallel == "ddp" and len(set(digests)) > 1:
+            result.differing_steps.append(number)
+            if self._chain is not None and number % REPLICA_STEPS == 0:
+                result.replica_digests = digests
+
+    def _skip_steps(self, chain: AuditChain, injection: Injection, idle_steps: int) -> None:
+        """Leave out steps that change nothing: the fault is not active in them, or no audit is due."""
+        skipped = max(0, idle_steps)
+        if injection.is_permanent:
+            due = _steps_until_due(chain, self._number, self._number + self._first)
+            skipped = max(skipped, min(self._last - self._number - 1, due))
+        self._fault.skip_ahead(skipped * self.result.elements)
+        self._number += skipped
+        chain._updated_step = self._number + self._first - 1  # its norms were not read
+
+    def _names_no_rank(self) -> bool:
+        """Return whether all statements so far are suspicions that name no rank. A collective."""
+        judgements = judge_all(self._training.all_statements(), self._training.world)
+        return all(judgement.outcome is Outcome.UNNAMED_SUSPICION for judgement in judgements)
+
+    def _is_forgotten(self, digests: list[int]) -> bool:
+        """Return whether an activation some steps ago has left nothing that differs between ranks."""
+        assert self._injection is not None
+        if self._injection.site in DETECTORS:
+            return False
+        if self._training.config.parallel == "ddp":
+            return len(set(digests)) == 1
+        return self._injection.site not in MEMORY
+
+
 def _is_settled(injection: Injection, step: int) -> bool:
     """Return whether a fault that has changed no parameter until ``step`` will change none, or not within the run."""
     settled = REFERENCE_STEPS if injection.is_permanent else SETTLED
@@ -520,15 +486,15 @@ def _is_settled(injection: Injection, step: int) -> bool:
 
 
 def _steps_until_due(chain: AuditChain, step: int, update: int) -> int:
-    """Return the steps after ``step`` in which no link is due and replicas are not compared.
+    """Return the steps after ``step`` in which no audit is due and replicas are not compared.
 
     Args:
-        chain: The links.
+        chain: The audits.
         step: A step of the run.
         update: The number of the next update in the chain.
     """
     needed = next(
-        n for n in itertools.count() if chain._schedule.due_links(update + n) or not (step + 1 + n) % REPLICA_STEPS
+        n for n in itertools.count() if chain._schedule.due_audits(update + n) or not (step + 1 + n) % REPLICA_STEPS
     )
     return 0 if any(audit.is_needed(update) for audit in chain._audits) else needed
 
@@ -545,11 +511,11 @@ class _WarmChain:
                 self._memory.append((part, plain))
 
     def begin(self, first: int, phase: float, *, is_repeated: bool = False) -> AuditChain:
-        """Return the chain before step ``first``, each link somewhere in its interval and in its rotation.
+        """Return the chain before step ``first``, each audit somewhere in its interval and in its rotation.
 
         Args:
             first: The step.
-            phase: Where in its interval and rotation each link begins, 0 to 1.
+            phase: Where in its interval and rotation each audit begins, 0 to 1.
             is_repeated: The job went back, so that ranks agree in the first step on what to read again.
         """
         chain = self.chain
@@ -557,9 +523,9 @@ class _WarmChain:
             vars(part).update({name: copy(value) for name, value in plain.items()})
         for number, audit in enumerate(chain._audits):
             place = (phase * 7919 + number * 0.381966) % 1.0
-            cost = chain._schedule._costs[audit.link]
-            cost.interval = self._intervals[str(audit.link)]
-            cost.options = LinkOptions(interval=cost.interval)
+            cost = chain._schedule._costs[audit.kind]
+            cost.interval = self._intervals[str(audit.kind)]
+            cost.options = AuditOptions(interval=cost.interval)
             cost.since = first + int(place * cost.interval)
             _rotate(audit, place * 7919 % 1.0)
             if is_repeated and isinstance(audit, gradient_norms.GradientNorms):
@@ -577,19 +543,19 @@ _PLAIN = (int, float, str, list, set, dict, tuple, type(None))
 def _parts_of(audit: Audit) -> list[Any]:
     """Return the objects in which an audit keeps its progress besides itself."""
     package = Audit.__module__.rpartition(".")[0]
-    kept = (one for value in vars(audit).values() if isinstance(value, list) for one in value)
-    return [one for one in kept if type(one).__module__.startswith(package) and hasattr(one, "__dict__")]
+    kept = (item for value in vars(audit).values() if isinstance(value, list) for item in value)
+    return [item for item in kept if type(item).__module__.startswith(package) and hasattr(item, "__dict__")]
 
 
 def _rotate(audit: Audit, place: float) -> None:
-    """Let a link begin at another of its units: ``place`` of the way through them."""
+    """Let an audit begin at another of its units: ``place`` of the way through them."""
     if isinstance(audit, UpdateAudit):
         for rotation in audit._rotations:
             rotation._next = int(place * len(rotation))
     elif isinstance(audit, StateAudit):
         audit._parts = audit._plan()
         del audit._parts[: int(place * len(audit._parts))]
-    elif audit.link is AuditLink.PEER_REPLAY:
+    elif audit.kind is AuditKind.PEER_REPLAY:
         rotations: list[Any] = vars(audit)["_rotations"]
-        for number, one in enumerate(rotations):
-            one.visits = 1 + (number < int(place * len(rotations)))
+        for number, turn in enumerate(rotations):
+            turn.visits = 1 + (number < int(place * len(rotations)))

@@ -32,7 +32,7 @@ def rank_killed(stage: Stage) -> None:
 
 
 def rank_hangs(stage: Stage) -> None:
-    """SIGSTOP to one rank: it is alive, silent, and everybody waits for it."""
+    """SIGSTOP to one rank: it is alive, silent, and all ranks wait for it."""
     node = stage.node_of(1)
     record = FaultRecord("rank_hangs", f"SIGSTOP to the rank on {node.name}", node.name)
     stage.begin(record)

@@ -20,7 +20,7 @@ TOP = MARK_ROWS * (2 * MARK_RADIUS + 3) + 12
 DIFFERENCE_HEIGHT = 150
 LAYOUTS = {
     "ddp": "Every rank holds the whole model, so the ranks vote on their parameters.",
-    "fsdp2": "Every rank holds a shard of its own, of which another node's vault has a copy; there is nobody to vote.",
+    "fsdp2": "Every rank holds a shard of its own, of which another node's vault has a copy; no two ranks can vote.",
 }
 
 FOLDER = Path(__file__).parent

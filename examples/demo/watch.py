@@ -17,7 +17,7 @@ POLL_S = 0.1
 class Watch:
     """Polls in a thread of its own; a controller that is away is waited for.
 
-    ``on_event`` is called for every line of the audit log, once, in order, from that thread.
+    ``on_event`` is called for every line of the event log, once, in order, from that thread.
     """
 
     def __init__(self, client: Callable[[], Client], job: str, on_event: Callable[[Event], None]) -> None:

@@ -1,4 +1,4 @@
-"""What ordinary scripts do to parameters, gradients and generators besides an optimizer's update."""
+"""Changes of parameters, gradients and generators by ordinary scripts, besides an optimizer's update."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def gradient_accumulation(run: everstep.Run, diary: Diary) -> None:
     training = SmallTraining(run, diary)
     for step in run.steps(until=STEPS, seed=1):
         *first, last = training.sampler.indices(step).chunk(4)
-        with training.replicas.no_sync():
+        with training.replicas.no_sync():  # type: ignore[operator]
             for part in first:
                 nn.functional.mse_loss(training.replicas(training.inputs[part]), training.targets[part]).backward()
         loss = nn.functional.mse_loss(training.replicas(training.inputs[last]), training.targets[last])

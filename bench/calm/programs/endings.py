@@ -1,4 +1,4 @@
-"""How programs end: early, by a signal, or beside another job."""
+"""Ends of programs: early, by a signal, or beside another job."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import pickle
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 
 import everstep
 from bench.calm.program import Diary, pace
@@ -37,7 +38,7 @@ def do_alone(run: everstep.Run, diary: Diary, prepare: Callable[[], Callable[[],
 
 @CATALOGUE.add("Rank 0 sorts 5 million floats: one call that holds the lock.", effects={"call": 2})
 def sorting_holds_the_lock(run: everstep.Run, diary: Diary) -> None:
-    do_alone(run, diary, lambda: lambda drawn=numbers(size(5_000_000)): sorted(drawn))
+    do_alone(run, diary, lambda: partial(sorted, numbers(size(5_000_000))))
 
 
 @CATALOGUE.add("Rank 0 unpickles 2.5 million small lists.", effects={"call": 2})
@@ -45,13 +46,13 @@ def unpickling_holds_the_lock(run: everstep.Run, diary: Diary) -> None:
     do_alone(
         run,
         diary,
-        lambda: lambda data=pickle.dumps([[float(n)] for n in range(size(2_500_000))]): pickle.loads(data),
+        lambda: partial(pickle.loads, pickle.dumps([[float(n)] for n in range(size(2_500_000))])),
     )
 
 
 @CATALOGUE.add("Rank 0 writes 4 million numbers as JSON.", effects={"call": 2})
 def json_holds_the_lock(run: everstep.Run, diary: Diary) -> None:
-    do_alone(run, diary, lambda: lambda drawn=numbers(size(4_000_000)): json.dumps(drawn))
+    do_alone(run, diary, lambda: partial(json.dumps, numbers(size(4_000_000))))
 
 
 @CATALOGUE.add("Rank 0 collects garbage among 6 million objects.", effects={"call": 2})

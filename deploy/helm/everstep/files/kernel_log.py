@@ -1,7 +1,7 @@
 """Copy new records of the kernel log to a named pipe: ``python3 kernel_log.py /dev/kmsg PIPE``.
 
 The agent reads the pipe, and so needs none of the rights that /dev/kmsg demands. Records wait in the kernel while
-nobody reads the pipe.
+no process reads the pipe.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from everstep.wire.v1.enrolment import IssueJoin
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 NAME = "helm-chart"
-"""The chart's name in the audit log."""
+"""The chart's name in the event log."""
 WAIT_FOR_CONTROLLER_S = 600.0
 RETRY_S = 5.0
 

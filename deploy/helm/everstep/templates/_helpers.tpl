@@ -73,7 +73,7 @@ helm.sh/chart: {{ .root.Chart.Name }}-{{ .root.Chart.Version | replace "+" "_" }
 {{- end -}}
 {{- end }}
 
-{{/* Files that the controller accepts only if nobody else can read them, as a list of file, secret and key. */}}
+{{/* Files that the controller accepts only if no other user can read them, as a list of file, secret and key. */}}
 {{- define "everstep.privateFiles" -}}
 - { file: fleet, secret: {{ include "everstep.secret.fleet" . }}, key: secret }
 {{- with .Values.controller.database }}

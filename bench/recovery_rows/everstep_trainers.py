@@ -1,13 +1,13 @@
-"""What training scripts around other people's Trainers share: the log of finished steps, and the fault."""
+"""Shared parts of training scripts around other frameworks' Trainers: the log of finished steps, and the fault."""
 
 from __future__ import annotations
 
 import os
 
-from everstep_trainer.run import Run
 from torch import nn
 
-from bench.workload import Fault, StepLog
+from bench.recovery_rows.workload import Fault, StepLog
+from everstep_trainer.run import Run
 
 
 class Diary:

@@ -14,7 +14,6 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
 
-PRELOAD = ["bench.checkpoint_rows.rank"]
 DEADLINE_S = 300.0
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 """As launchers set it, ours and torchrun; the loopback is where all of them are."""
@@ -24,17 +23,21 @@ class RankFailed(RuntimeError):
     """A process raised (the message is its traceback), died, or did not answer in time."""
 
 
-class Crew:
-    """Processes that are gone when the block is left, whatever happened, with all that they started themselves."""
+class ProcessPool:
+    """Processes that are gone when the block is left, whatever happened, with all that they started themselves.
 
-    def __init__(self) -> None:
+    Args:
+        preload: Modules that the fork server imports before it forks the first process.
+    """
+
+    def __init__(self, preload: list[str]) -> None:
         self._environment = {name: os.environ.get(name) for name in ENVIRONMENT}
         os.environ.update(ENVIRONMENT)
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOAD)
+        self._context.set_forkserver_preload(preload)
         self._running: list[tuple[Any, Connection]] = []
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> ProcessPool:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -63,7 +66,7 @@ class Crew:
             self.end()
 
     def one(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """What a single process says."""
+        """Run one process, and return its result."""
         return self.run(function, [arguments])[0]
 
     def end(self) -> None:

@@ -1,7 +1,5 @@
 """Digests against silent corruption: their rate beside a copy of the same bytes, and the faults that they miss.
 
-    python -m bench.sdc_digest [--quick] [--mib 64] [--trials 20000] [--json FILE]
-
 One thread. A rate is the best of several passes, and all passes take turns, so that a busy moment of the machine meets
 every one of them. Faults are injected into a matrix of 64 x 64 fp32 values, in the shapes that hardware makes.
 """
@@ -12,15 +10,16 @@ import random
 import time
 import zlib
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-from everstep_trainer.sdc.digests.digest import combined_digest, tensor_digest, to_unsigned
 
-from bench.table import Row, finish, parser_of
+from bench.table import Row
+from everstep_trainer.digests.digest import combined_digest, tensor_digest, to_unsigned
 
 FLOOR, AIM = 0.5, 0.9
 """Of the rate of a copy, which reads and writes each byte."""
+LENGTH = 64 << 20
+"""Bytes of digested data; more than the caches hold."""
 COPY, SMALL_COPY = "copy", "copy, small tensors"
 SMALL_BYTES = 4096
 WIDTH = 64
@@ -28,25 +27,14 @@ WIDTH = 64
 Pass = tuple[str, str, int, Callable[[], object]]
 
 
-def main() -> int:
-    """Prints the table; the exit status."""
-    parser = parser_of("sdc_digest", __doc__)
-    parser.add_argument("--mib", type=int, default=64, help="of digested data; more than the caches hold")
-    parser.add_argument("--trials", type=int, default=20_000, help="faults of each kind")
-    options = parser.parse_args()
-    trials = 500 if options.quick else options.trials
-    return measure(options.mib << 20, 3 if options.quick else 25, trials, options.json)
-
-
-def measure(length: int, repeats: int, trials: int, json_path: Path | None) -> int:
-    """Measures rates and misses, and prints them in one table; the exit status."""
+def measure(*, quick: bool) -> list[Row]:
+    """Measure rates and misses, on one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        rows = [*rates(length, repeats), *misses(trials)]
+        return [*rates(LENGTH, 3 if quick else 25), *misses(500 if quick else 20_000)]
     finally:
         torch.set_num_threads(threads)
-    return finish(f"digests of {length >> 20} MiB, and {trials} faults of each kind", rows, json_path)
 
 
 # ---- rates
@@ -77,7 +65,7 @@ def passes_of(length: int) -> list[Pass]:
     single, half = words.view(torch.float32), words.view(torch.bfloat16)
     target = torch.empty_like(words)
     small = list(words.view(-1, SMALL_BYTES // 8).clone().view(torch.float32))
-    small_targets = [torch.empty_like(one) for one in small]
+    small_targets = [torch.empty_like(tensor) for tensor in small]
     return [
         (COPY, "", length, lambda: target.copy_(words)),
         ("digest, fp32", COPY, length, lambda: tensor_digest(single)),
@@ -130,7 +118,7 @@ def _mask(count: int, chance: random.Random) -> int:
 
 
 def flipped(least: int, most: int) -> Fault:
-    """The same bits flipped in all places."""
+    """Flip the same bits in all places."""
 
     def fault(bits: torch.Tensor, where: list[int], chance: random.Random) -> None:
         bits[where] ^= _mask(chance.randint(least, most), chance)
@@ -205,7 +193,3 @@ def misses(trials: int) -> list[Row]:
 def _miss_row(title: str, detector: str, percent: float) -> Row:
     is_judged = detector == "weighted sum"
     return Row(title, percent, "%", 0.0 if is_judged else None, 0.0 if is_judged else None)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

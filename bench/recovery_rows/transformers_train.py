@@ -6,12 +6,12 @@ import os
 from typing import Any
 
 import torch
-from everstep_trainer.integrations.transformers import attach, reset_accelerate
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
 import everstep
-from bench.everstep_trainers import Diary
+from bench.recovery_rows.everstep_trainers import Diary
+from everstep_trainer.integrations.transformers import attach, reset_accelerate
 
 SAMPLES, BATCH, WORDS, LENGTH, EMBEDDING, BLOCKS, HEADS = 4096, 8, 512, 16, 192, 4, 4
 
@@ -27,7 +27,7 @@ class Texts(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": tokens, "labels": tokens}
 
 
-class Tell(TrainerCallback):
+class Tell(TrainerCallback):  # type: ignore[misc]  # transformers is not always installed
     """Tells a Diary where steps begin and end."""
 
     def __init__(self, run: everstep.Run, model: nn.Module) -> None:

@@ -12,15 +12,15 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.recoveries import Recovered, read, recoveries
+from bench.recovery_rows.recoveries import Recovered, read, recoveries, step_seconds
 from everstep.client import Client
 from everstep.wire.v1.operator import GenerationRecovery
 from examples.demo.world import World, wait_for
 
 JOB, WORLD, FIRST, APART = "bench", 4, 30, 20
 PATIENCE_S = 120.0
-SCRIPTS = {"lightning": "bench.lightning_train", "transformers": "bench.transformers_train"}
-"""Of layouts that have a script of their own; all others are those of ``bench.everstep_train``."""
+SCRIPTS = {"lightning": "bench.recovery_rows.lightning_train", "transformers": "bench.recovery_rows.transformers_train"}
+"""Of layouts that have a script of their own; all others are those of ``bench.recovery_rows.everstep_train``."""
 
 
 @dataclass(frozen=True)
@@ -33,27 +33,33 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Place:
-    """Where ranks compute: how many, on which device, and over which backend they meet. ``apart``: steps between two
-    faults, enough for a new standby to be there."""
+    """Where ranks compute, and what: how many, on which device, over which backend they meet, and a model of
+    ``layers`` x ``Linear(width, width)``. ``first``: the step of the first fault. ``apart``: steps between two faults,
+    enough for a new standby to be there."""
 
     world: int = WORLD
     device: str = "cpu"
     backend: str = "auto"
     apart: int = APART
+    first: int = FIRST
+    layers: int = 8
+    width: int = 512
 
 
 HERE = Place()
 
 
-def fault_steps(count: int, apart: int = APART) -> list[int]:
+def fault_steps(count: int, apart: int = APART, first: int = FIRST) -> list[int]:
     """The steps at which ``count`` faults strike."""
-    return [FIRST + apart * index for index in range(count)]
+    return [first + apart * index for index in range(count)]
 
 
 def _environment(folder: Path, layout: str, steps: int, fault: str, place: Place) -> dict[str, str]:
     return {
         "BENCH_DEVICE": place.device,
         "BENCH_BACKEND": place.backend,
+        "BENCH_LAYERS": str(place.layers),
+        "BENCH_WIDTH": str(place.width),
         "BENCH_FOLDER": str(folder),
         "BENCH_LAYOUT": layout,
         "BENCH_STEPS": str(steps),
@@ -71,7 +77,7 @@ class Fleet:
         self._out = tempfile.TemporaryDirectory(prefix="everstep-bench-")
         self.folder = Path(self._out.name)
         self.world = World(self.folder, ["n1"])
-        self._script = SCRIPTS.get(layout, "bench.everstep_train")
+        self._script = SCRIPTS.get(layout, "bench.recovery_rows.everstep_train")
         self._environment = _environment(self.folder / "steps", layout, steps, fault, place)
         self.steps = steps
 
@@ -129,24 +135,20 @@ def faults(
     deadline_s: float = PATIENCE_S,
 ) -> Outcome:
     """``count`` faults of one kind, one after another, in one run."""
-    at = fault_steps(count, place.apart)
+    at = fault_steps(count, place.apart, place.first)
     fault = f"{victim}:{','.join(map(str, at))}:{where}:{signal_name}"
     with Fleet(layout, at[-1] + place.apart, fault, place) as fleet:
         return fleet.finish(deadline_s)
 
 
-def steady_step_s(layout: str, steps: int) -> list[float]:
-    """Seconds of each step of rank 0 with nothing happening, after a warm-up."""
-    with Fleet(layout, steps, "-1::between:KILL") as fleet:
-        fleet.finish()
-        return step_seconds(fleet.folder / "steps")
-
-
-def step_seconds(folder: Path, skip: int = 20) -> list[float]:
-    """Seconds between finished steps of rank 0."""
-    rows = next(log for name, log in read(folder).items() if name.startswith("rank0-"))
-    at = [row["at"] for row in rows if row["event"] == "step"]
-    return [later - earlier for earlier, later in itertools.pairwise(at[skip:])]
+def faults_by_size(
+    place: Place, count: int, deadline_s: float
+) -> tuple[list[Recovered], list[GenerationRecovery], float]:
+    """Kill rank 3 ``count`` times between steps; return also the median seconds of a step of rank 0."""
+    at = fault_steps(count, place.apart, place.first)
+    with Fleet("ddp", at[-1] + place.apart, f"3:{','.join(map(str, at))}:between:KILL", place) as fleet:
+        outcome = fleet.finish(deadline_s)
+        return outcome.recovered, outcome.accounts, statistics.median(step_seconds(fleet.folder / "steps", 2))
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Train the model of ``bench.workload`` under Everstep with Lightning's Trainer."""
+"""Train the model of ``bench.recovery_rows.workload`` under Everstep with Lightning's Trainer."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import os
 from typing import Any
 
 import torch
-from everstep_trainer.integrations.lightning import EverstepCallback, EverstepEnvironment, RemainingBatches
 from pytorch_lightning import LightningModule, Trainer
 
 import everstep
-from bench.everstep_trainers import Diary
-from bench.workload import BATCH, WIDTH, build_model
+from bench.recovery_rows.everstep_trainers import Diary
+from bench.recovery_rows.workload import BATCH, WIDTH, build_model
+from everstep_trainer.integrations.lightning import EverstepCallback, EverstepEnvironment, RemainingBatches
 
 SAMPLES = 4096
 
 
-class Module(LightningModule):
+class Module(LightningModule):  # type: ignore[misc]  # Lightning is not always installed
     """The workload with AdamW."""
 
     def __init__(self, run: everstep.Run) -> None:

@@ -2,19 +2,22 @@
 
 ``BENCH_LAYOUT`` is ddp, inexact (DDP with its own all-reduce), fsdp2, hsdp or compile (DDP, compiled). ``BENCH_DEVICE``
 cuda puts the model on a GPU, which ranks share where there are more of them than GPUs: then ``BENCH_BACKEND`` is gloo.
+``BENCH_MODEL`` takes another of ``bench.hook_models``.
 """
 
 from __future__ import annotations
 
 import os
+from typing import Any, cast
 
 import torch
-from everstep_trainer.config import HookSettings
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import everstep
-from bench.workload import Fault, StepLog, batch, build_model
+from bench.hook_models import batch, chosen_model
+from bench.recovery_rows.workload import Fault, StepLog
+from everstep_trainer.config import HookSettings
 
 
 def sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -23,7 +26,8 @@ def sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
     for layer in model.children():
         fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 def parallel(model: nn.Module, layout: str, run: everstep.Run) -> nn.Module:
@@ -34,7 +38,8 @@ def parallel(model: nn.Module, layout: str, run: everstep.Run) -> nn.Module:
         shape = (run.world_size // 2, 2)
         return sharded(model, init_device_mesh(run.device.type, shape, mesh_dim_names=("replicate", "shard")))
     replicas = run.replicate(model, exact=layout != "inexact")
-    return torch.compile(replicas) if layout == "compile" else replicas
+    compiled: Any = torch.compile(replicas) if layout == "compile" else replicas
+    return cast(nn.Module, compiled)
 
 
 def device_of(run: everstep.Run) -> torch.device:
@@ -50,7 +55,7 @@ def train(run: everstep.Run) -> None:
     torch.set_num_threads(1)
     layout, steps = os.environ["BENCH_LAYOUT"], int(os.environ["BENCH_STEPS"])
     device = device_of(run)
-    model = build_model().to(device)
+    model = chosen_model().build().to(device)
     whole = parallel(model, layout, run)
     optimizer = torch.optim.AdamW(model.parameters())
     run.track(model=model, optimizer=optimizer)
@@ -62,6 +67,7 @@ def train(run: everstep.Run) -> None:
         whole(batch(step, run.rank).to(device)).square().mean().backward()
         optimizer.step()
         log.write("step", step, world=run.world_size, generation=run.generation)
+        log.write_cpu(step)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Reads the step logs of ``bench.workload`` and finds how long each fault kept the survivors from finishing a step."""
+"""Read the step logs of the workload: how long each fault kept the survivors from finishing a step."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,3 +79,10 @@ def _recovered(
 
 def _membership(row: dict[str, Any]) -> tuple[object, object]:
     return row.get("generation"), row.get("world")
+
+
+def step_seconds(folder: Path, skip: int = 20) -> list[float]:
+    """Seconds between finished steps of rank 0."""
+    rows = next(log for name, log in read(folder).items() if name.startswith("rank0-"))
+    at = [row["at"] for row in rows if row["event"] == "step"]
+    return [later - earlier for earlier, later in itertools.pairwise(at[skip:])]

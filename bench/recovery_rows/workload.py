@@ -10,13 +10,19 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
+from collections import defaultdict
 from pathlib import Path
 
 import torch
 from torch import nn
 
-LAYERS, WIDTH, BATCH = 8, 512, 32
+LAYERS, WIDTH, BATCH = int(os.environ.get("BENCH_LAYERS", "8")), int(os.environ.get("BENCH_WIDTH", "512")), 32
+"""The model's size; other benches than those of recovery by size leave it as it is."""
+
+CPU_STEPS = frozenset(int(step) for step in os.environ.get("BENCH_CPU_STEPS", "").split(",") if step)
+"""The steps after which each rank logs its CPU time."""
 
 
 def build_model(seed: int = 0, width: int = WIDTH) -> nn.Sequential:
@@ -37,10 +43,25 @@ class StepLog:
     def __init__(self, folder: str, name: str) -> None:
         path = Path(folder, f"{name}-{os.getpid()}.jsonl")
         self._file = path.open("a", buffering=1)
+        self._path = path
 
     def write(self, event: str, step: int, **more: object) -> None:
         row = {"event": event, "step": step, "at": time.clock_gettime(time.CLOCK_MONOTONIC), **more}
         self._file.write(json.dumps(row) + "\n")
+
+    def write_cpu(self, step: int) -> None:
+        """Log this process's CPU seconds by thread, if ``BENCH_CPU_STEPS`` names the step, and leave a file as a sign.
+
+        Threads that Python did not start count as torch's.
+        """
+        if step not in CPU_STEPS:
+            return
+        names = {thread.native_id: thread.name for thread in threading.enumerate()} | {os.getpid(): "training"}
+        spent: dict[str, float] = defaultdict(float)
+        for task in Path("/proc/self/task").iterdir():
+            spent[names.get(int(task.name), "torch")] += int((task / "schedstat").read_text().split()[0]) / 1e9
+        self.write("cpu", step, threads=spent)
+        self._path.with_suffix(f".cpu-{step}").touch()
 
 
 class Fault:

@@ -1,1 +1,0 @@
-"""Training scripts in many styles, for kills of random ranks; run by `bench.integration_kills`."""
