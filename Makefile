@@ -37,13 +37,14 @@ demo: $(STAMP) ## a real training run through seven faults, on this machine (FAS
 	$(BIN)/python -m examples.demo $(if $(FAST),--fast) $(if $(LAYOUT),--layout $(LAYOUT))
 
 PYTEST := $(BIN)/python -m pytest
-SHARED = --workers $(WORKERS)
+SHARED = --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: test
 test: $(STAMP) ## all tests but the nightly ones, four files at a time (WORKERS=0: one after another)
 	$(PYTEST) -m "not nightly and not frameworks" $(SHARED)
 
 .PHONY: test-fast
+test-fast: WORKERS = 2  # these tests seldom wait, and each worker collects all of them
 test-fast: $(STAMP) ## the tests that start no training run and take no seconds, in about a minute
 	$(PYTEST) -m "not slow and not nightly and not frameworks" $(SHARED) tests/unit tests/contract tests/model tests/scenarios tests/sim
 
@@ -52,8 +53,13 @@ test-frameworks: WORKERS = 2  # each of these tests trains on two to four ranks
 test-frameworks: $(FRAMEWORKS) ## kills under Lightning, transformers, DeepSpeed, torchtitan, Megatron, JAX and Ray; installs gigabytes
 	$(PYTEST) -m "frameworks and not nightly" $(SHARED)
 
+# Not from $(STAMP): each version has a virtual environment of its own, without torch, in out/pythons.
+.PHONY: test-pythons
+test-pythons: ## the fast tests that need no torch, under other Pythons (PYTHONS="3.12 3.13")
+	$(PYTHON) tools/other_pythons.py --numprocesses $(WORKERS) $(or $(PYTHONS),3.12 3.13)
+
 .PHONY: test-for
-test-for: $(STAMP) ## the tests that depend on files, nearest first (FILES="a.py b.py", DISTANCE=2: at most two imports away)
+test-for: $(STAMP) ## the files' own tests, then those at most two imports away (FILES="a.py b.py", DISTANCE=1: one)
 	tests=$$($(BIN)/python tools/tests_for.py $(if $(DISTANCE),--distance $(DISTANCE)) $(FILES)) && $(PYTEST) -m "not nightly" $$tests
 
 .PHONY: test-nightly
@@ -67,6 +73,7 @@ lint: $(STAMP) ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy --explicit-package-bases bench tests
 	$(BIN)/lint-imports
 
 .PHONY: docs
@@ -79,17 +86,15 @@ docs-serve: $(STAMP) ## show the documentation site at http://127.0.0.1:8000 whi
 
 .PHONY: bench
 bench: $(STAMP) ## every bench in its quick size
-	$(BIN)/python -m bench.controller_latency --quick
 	$(BIN)/python -m bench.failover --quick
 	$(BIN)/python -m bench.recovery --quick --no-peers
+	$(BIN)/python -m bench.hook_cost --quick
 	$(BIN)/python -m bench.fleet_load --quick
 	$(BIN)/python -m bench.hostile --quick
 	$(BIN)/python -m bench.goodput --quick
-	$(BIN)/python -m bench.exactness --quick
 	$(BIN)/python -m bench.checkpoint --quick --no-peers
-	$(BIN)/python -m bench.parity --quick
-	$(BIN)/python -m bench.sdc_digest --quick
-	$(BIN)/python -m bench.web_page --quick
+	$(BIN)/python -m bench.sdc --digests --quick
+	$(BIN)/python -m bench.exactness --quick --sizes 2,25
 	$(BIN)/python -m bench.sdc --quick
 	$(BIN)/python -m bench.calm --quick
 
@@ -110,11 +115,11 @@ sim: $(STAMP) ## worlds from seeds, with checkers (SEEDS=2000, FIRST=0)
 
 .PHONY: sim-mutants
 sim-mutants: $(STAMP) ## deliberate mistakes in those worlds: each must be seen
-	$(BIN)/python -m tests.sim.mutants.hunt
+	$(BIN)/python -m tests.sim.mutants
 
 .PHONY: sim-month
 sim-month: $(STAMP) ## 30 days of 1,250 nodes
-	$(BIN)/python -m tests.sim.month
+	$(BIN)/python -m tests.sim.fleet_month
 
 .PHONY: secrets
 secrets: ## write the compose fleet's secrets to deploy/secrets (without torch: needs no `make setup`)

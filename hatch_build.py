@@ -65,5 +65,5 @@ def compiled(source: Path, library: Path) -> str:
         return f"no C compiler: {error}"
     if done.returncode:
         return done.stderr or f"{compiler[0]} ended with {done.returncode}"
-    made.replace(library)  # whoever loads it finds it whole
+    made.replace(library)  # a process that loads it finds it whole
     return ""

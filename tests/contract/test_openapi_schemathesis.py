@@ -1,8 +1,8 @@
-"""schemathesis over the whole OpenAPI description, against a controller process, with every check that it has.
+"""Run schemathesis over the whole OpenAPI description, with all of its checks, against a controller process.
 
-The checks: no 5xx; status codes, media types, headers and bodies as described; what fits the description is accepted
-and what does not is refused; methods that are not described are refused with ``Allow``; no route forgets to ask who is
-there.
+The checks: no status of 5xx; status codes, media types, headers and bodies as described; a request that fits the
+description is accepted, and any other is refused; undescribed methods are refused with ``Allow``; every route checks
+its credentials.
 """
 
 from __future__ import annotations
@@ -12,24 +12,25 @@ from typing import Any
 
 import msgspec
 import pytest
-from everstep_controller.api.routes import ROUTES, RouteAccess
-from everstep_controller.api.web_page import openapi_document
 from hypothesis import HealthCheck, Phase, settings
 
 from everstep.wire.v1 import enrolment as wire
-from tests.support.controllers import OPERATOR, ControllerProcess, controller_process
-from tests.support.examples import FACTOR
-from tests.support.forked import ForkPool
+from everstep_controller.api.routes import ROUTES
+from everstep_controller.api.web_page import openapi_document
+from everstep_controller.auth.authenticator import RouteAccess
+from tests.support.fleet.controllers import OPERATOR, ControllerProcess, controller_process
+from tests.support.plugins.example_counts import FACTOR
+from tests.support.processes.fork_pool import ForkPool
 
 EXAMPLES = 3 * (FACTOR - 1)
-"""Of each route and kind of data, besides what schemathesis derives from the description's own boundaries: at night."""
+"""Nightly examples per route and kind of data, besides the boundary values of the description."""
 ENDLESS = "/v1/events/stream"
 
 REFUSALS = ["400", "401", "403", "404", "405", "409", "412", "413", "415", "422", "426", "429"]
-# 426: a registration that offers only versions that are not spoken is well formed, and refused; 412: no tag fits
+# 426: a registration may be well formed and offer only unsupported versions; 412: the tag does not match
 ACCEPTED = ["2xx", "304", "401", "403", "404", "409", "412", "426"]
 CONTRADICTABLE = ("POST /v1/maintenance", "POST /v1/maintenance/cancel", "POST /v1/policy/check", "POST /v1/policy/try")
-"""Routes whose messages can be well formed and contradict themselves: a window for nothing, a knob out of bounds."""
+"""Routes with well-formed messages that contradict themselves, such as a window without a subject."""
 CONFIG = {
     "checks": {
         "positive_data_acceptance": {"expected-statuses": ACCEPTED},
@@ -48,7 +49,7 @@ LABELS = [f"{method.upper()} {path}" for path, methods in openapi_document()["pa
 
 @pytest.fixture(scope="module")
 def schema() -> Any:
-    import schemathesis  # here: each worker imports what this module does
+    import schemathesis  # imported here, because each worker imports this module
     from schemathesis.config import SchemathesisConfig
 
     return schemathesis.openapi.from_dict(openapi_document(), config=SchemathesisConfig.from_dict(CONFIG))
@@ -73,7 +74,7 @@ def join(process: ControllerProcess) -> dict[str, str]:
 
 
 def headers_for(case: Any, join: dict[str, str]) -> dict[str, str]:
-    """Those of somebody whom the route is for."""
+    """The headers of a client that may use the route."""
     name = case.operation.definition.raw["operationId"]
     access = ROUTES[name].access if name in ROUTES else RouteAccess.READ
     if access is RouteAccess.JOIN:
@@ -81,22 +82,22 @@ def headers_for(case: Any, join: dict[str, str]) -> dict[str, str]:
     return OPERATOR
 
 
-def as_written(value: Any) -> Any:
-    """JSON Schema takes 7.0 for an integer; a controller wants it written as 7, and no schema can say so."""
+def as_integers(value: Any) -> Any:
+    """JSON Schema accepts 7.0 as an integer; a controller requires 7, which no schema can express."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, dict):
-        return {name: as_written(inner) for name, inner in value.items()}
-    return [as_written(inner) for inner in value] if isinstance(value, list) else value
+        return {name: as_integers(inner) for name, inner in value.items()}
+    return [as_integers(inner) for inner in value] if isinstance(value, list) else value
 
 
 def conforms(case: Any, process: ControllerProcess, join: dict[str, str]) -> None:
     """Send one request, and check the answer."""
     registers = case.operation.definition.raw["operationId"] == "register"
     if registers and isinstance(case.body, dict) and {"node"} <= {*case.body} & {*case.path_parameters}:
-        case.body["node"] = case.path_parameters["node"]  # the two must agree, which no schema can say
-    case.query.pop("cursor", None)  # only an answer's own are taken, which no schema can say
-    case.body = as_written(case.body)
+        case.body["node"] = case.path_parameters["node"]  # the two must agree, which no schema can express
+    case.query.pop("cursor", None)  # only a cursor from an answer is accepted, which no schema can express
+    case.body = as_integers(case.body)
     case.call_and_validate(base_url=process.url, headers=headers_for(case, join), timeout=120)
 
 
@@ -105,7 +106,7 @@ def conforms(case: Any, process: ControllerProcess, join: dict[str, str]) -> Non
 def test_every_route_conforms_to_its_openapi_description(
     schema: Any, process: ControllerProcess, join: dict[str, str], label: str
 ) -> None:
-    """The examples are made here: schemathesis would make those of all routes while each worker collects tests."""
+    """The examples are made here, because schemathesis would make those of all routes in every worker's collection."""
     from schemathesis.generation.feedback import FeedbackSources
     from schemathesis.pytest._test_builder import build_operation_test
 

@@ -1,4 +1,4 @@
-"""Two releases understand each other whichever is upgraded first: by fields that only one of them knows."""
+"""Messages of releases that differ by fields: each release decodes the other's messages."""
 
 from __future__ import annotations
 
@@ -116,34 +116,33 @@ TOLD: tuple[Message, ...] = (
     ),
     Hello(protocols=(1,), role=ConnectionRole.RANK, job="j", pid=1, local_rank=0),
 )
-ADDED = [(Gpu, "vbios", GPU), (Register, "host", TOLD[0])] + [
-    (type(message), name, message)
-    for message, name in (
-        (GENERATION.holders[0], "rack"),
-        (GENERATION.restore, "older_storage_urls"),
-        (GENERATION.restore, "protection"),
-        (TOLD[3].directives[1].body, "pinned"),  # type: ignore[attr-defined]
-    )
+ADDED: list[tuple[type[Message], str, Message]] = [
+    (Gpu, "vbios", GPU),
+    (Register, "host", TOLD[0]),
+    (Holder, "rack", GENERATION.holders[0]),
+    (RestoreRule, "older_storage_urls", GENERATION.restore),
+    (RestoreRule, "protection", GENERATION.restore),
+    (VersionNotice, "pinned", TOLD[3].directives[1].body),  # type: ignore[attr-defined]
 ]
 """Fields of messages that were added to them, and a message that has something there."""
 
 
-def _of_later_release(told: Any) -> Any:
-    """The message as plain data, with a field more in it and in all that tells something in it."""
-    if isinstance(told, Request):
-        return msgspec.to_builtins(told)
-    if isinstance(told, msgspec.Struct):
-        values = {name: _of_later_release(getattr(told, name)) for name in told.__struct_fields__}
-        if told.__struct_config__.array_like:
-            return [*values.values(), *[{"of": "later"}] * isinstance(told, Message)]
-        return _tag(told) | values | ({"of_later": {"deep": [1]}} if isinstance(told, Message) else {})
-    if isinstance(told, tuple) and not hasattr(told, "_fields"):
-        return [_of_later_release(one) for one in told]
-    return msgspec.to_builtins(told)
+def _of_later_release(message: Any) -> Any:
+    """Return the message as plain data with an additional field in it and in all nested messages."""
+    if isinstance(message, Request):
+        return msgspec.to_builtins(message)
+    if isinstance(message, msgspec.Struct):
+        values = {name: _of_later_release(getattr(message, name)) for name in message.__struct_fields__}
+        if message.__struct_config__.array_like:
+            return [*values.values(), *[{"of": "later"}] * isinstance(message, Message)]
+        return _tag(message) | values | ({"of_later": {"deep": [1]}} if isinstance(message, Message) else {})
+    if isinstance(message, tuple) and not hasattr(message, "_fields"):
+        return [_of_later_release(item) for item in message]
+    return msgspec.to_builtins(message)
 
 
-def _tag(told: msgspec.Struct) -> dict[str, Any]:
-    config = told.__struct_config__
+def _tag(message: msgspec.Struct) -> dict[str, Any]:
+    config = message.__struct_config__
     return {config.tag_field: config.tag} if config.tag_field is not None else {}
 
 
@@ -170,11 +169,11 @@ def _of_earlier_release(kind: type[Message], without: str) -> type[msgspec.Struc
 
 
 @pytest.mark.promise("mixed-versions")
-@pytest.mark.parametrize("told", TOLD, ids=lambda told: type(told).__name__)
-def test_unknown_fields_of_newer_release_are_ignored(told: Message) -> None:
-    plain = _of_later_release(told)
-    assert msgspec.json.decode(msgspec.json.encode(plain), type=type(told)) == told
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(plain), type=type(told)) == told
+@pytest.mark.parametrize("message", TOLD, ids=lambda message: type(message).__name__)
+def test_unknown_fields_of_newer_release_are_ignored(message: Message) -> None:
+    plain = _of_later_release(message)
+    assert msgspec.json.decode(msgspec.json.encode(plain), type=type(message)) == message
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(plain), type=type(message)) == message
 
 
 @pytest.mark.promise("mixed-versions")

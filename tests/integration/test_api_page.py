@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from everstep_controller.api import openapi
 
 from everstep.bearer_tokens import TokenRole, mint
 from everstep.client import Client
-from tests.support.browser import chromium, require_browser, watched
-from tests.support.controllers import SECRET, ControllerProcess, controller_process
-from tests.support.forked import ForkPool
+from everstep_controller.api import openapi
+from tests.support.fleet.controllers import SECRET, ControllerProcess, controller_process
+from tests.support.processes.fork_pool import ForkPool
+from tests.support.services.browser import chromium, require_browser, watched
 
 pytestmark = pytest.mark.slow
 OPERATOR = mint(SECRET, TokenRole.OPERATOR, "olga")
@@ -40,11 +40,13 @@ def operation(page: Any, name: str) -> Any:
 
 
 def test_page_lists_routes_and_sends_orders(browser: Any, process: ControllerProcess, tmp_path: Path) -> None:
-    ids = {one["operationId"] for methods in openapi.document()["paths"].values() for one in methods.values()}
+    ids = {
+        operation["operationId"] for methods in openapi.document()["paths"].values() for operation in methods.values()
+    }
     with watched(browser) as seen:
         page = seen.open(f"{process.url}/docs")
         page.locator(".operation").first.wait_for()
-        assert set(page.locator(".operation").evaluate_all("all => all.map((one) => one.id)")) == ids
+        assert set(page.locator(".operation").evaluate_all("all => all.map((element) => element.id)")) == ids
         page.get_by_label("Token").fill(OPERATOR)
         page.get_by_role("button", name="Use").click()
         status = operation(page, "status")
@@ -59,7 +61,7 @@ def test_page_lists_routes_and_sends_orders(browser: Any, process: ControllerPro
         issue.get_by_role("button", name="Send").click()
         issue.get_by_text('"token": "es1.').wait_for()
         page.screenshot(path=tmp_path / "docs.png", full_page=True)
-    assert [one.subject for one in Client(process.url, OPERATOR).credentials()] == ["wall"]
+    assert [credential.subject for credential in Client(process.url, OPERATOR).credentials()] == ["wall"]
 
 
 def test_page_shows_a_refusal_and_a_missing_token(browser: Any, process: ControllerProcess) -> None:

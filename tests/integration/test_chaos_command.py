@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.launched import ROOT, launched
+from tests.support.processes.launcher import ROOT, launched
 
 pytestmark = pytest.mark.slow
 
@@ -51,20 +51,20 @@ def test_killed_rank_and_flipped_bit_are_recovered_from(short_path: Path) -> Non
     with launched(short_path, *flags, "--job", "shaken", "train.py") as launcher:
         launcher.eventually(lambda: "generation 1, 3 ranks" in launcher.err, "the job runs")
         status, killed, errors = chaos(short_path, "kill", "--rank", "1")
-        assert status == 0, errors
+        assert status == 0, f"{errors}\n{killed}\n{launcher.err}"
         (report,) = killed["faults"]
         assert report["detection"]["kind"] == "rank.lost"
         (regroup,) = report["regroups"]
         assert (regroup["reason"], regroup["world_size"], regroup["steps_skipped"]) == ("rank_lost", 3, 0)
         assert regroup["phases_s"]["restore"] > 0
-        assert report["after"]["step"] > regroup["restored"][1]
+        assert report["after"]["step"] >= regroup["restored"][1]
         status, refused, errors = chaos(short_path, "node")
         assert (status, refused) == (1, None)
         assert "the only node of job shaken" in errors
         status, flipped, errors = chaos(short_path, "flip", "--rank", "2")
-        assert status == 0, errors
+        assert status == 0, f"{errors}\n{flipped}\n{launcher.err}"
         (report,) = flipped["faults"]
         assert report["detection"]["kind"] == "finding"
-        assert [one["reason"] for one in report["regroups"]] == ["corruption"]
+        assert [regroup["reason"] for regroup in report["regroups"]] == ["corruption"]
         assert report["after"]["loss"] is not None
         assert "the digest of rank 2 on local differs from the majority" in report["verdicts"][0]

@@ -1,9 +1,11 @@
-"""Every participant of the commit protocol dies at every point of it, alone and with another; what is restored then is
-whole, and one version of all ranks: each step leaves behind, to the last bit, what it leaves where nobody dies.
+"""Every participant of the commit protocol dies at every point of it, alone and together with another one.
 
-Two nodes, whose vaults hold copies of each other's ranks. In the moment of each death both ranks are killed as well, so
-that everything comes from the vaults. Every suite draws a few rounds by ``EVERSTEP_PROTOCOL_SEED``. The nightly tests
-try every point alone, and ``EVERSTEP_PROTOCOL_PAIRS`` pairs (``all`` of them if so asked).
+Each restore must yield one whole version of all ranks: the state after each step is bit-identical to that of a run
+without deaths.
+
+Each of two nodes has a vault with copies of the other node's ranks. With each death both ranks are killed as well, so
+that the vaults provide the whole restore. Every run draws a few rounds by ``EVERSTEP_PROTOCOL_SEED``. The nightly tests
+try every point alone, and ``EVERSTEP_PROTOCOL_PAIRS`` pairs of points (``all`` for all of them).
 """
 
 from __future__ import annotations
@@ -21,20 +23,20 @@ from typing import Any
 import pytest
 
 from examples.demo.world import Node, World, wait_for
-from tests.support import shared_training
-from tests.support.dying import FOLDER, POINTS, Point, file_name, is_installed
-from tests.support.exact_training import read_diaries
-from tests.support.forked import ForkPool, fork_pool, torchrun
-from tests.support.processes import comm
-from tests.support.torture import Progress
-from tests.support.warm_launcher import WarmWorld
+from tests.integration import replicated_training
+from tests.integration.torture import Progress
+from tests.support.processes.fork_pool import ForkPool, fork_pool, torchrun
+from tests.support.processes.kill_points import FOLDER, POINTS, Point, file_name, is_installed
+from tests.support.processes.process_table import comm
+from tests.support.processes.warm_programs import WarmWorld
+from tests.support.ranks.exact_training import read_step_logs
 
 ROOT = Path(__file__).resolve().parents[2]
 NODES = ["n1", "n2"]
-AHEAD, ON = 20, 3
-"""How many steps are allowed at a time, and how many have to follow upon a death."""
-STRETCH = 200
-"""How many are waited for at a time."""
+STEPS_AHEAD, STEPS_AFTER_DEATH = 20, 3
+"""Steps that the job may run ahead, and steps that must follow a death."""
+STEPS_PER_WAIT = 200
+"""Steps per wait, so that each wait has its own timeout."""
 SEED = int(os.environ.get("EVERSTEP_PROTOCOL_SEED", "7"))
 PAIRS = os.environ.get("EVERSTEP_PROTOCOL_PAIRS", "20")
 Round = tuple[tuple[Point, str], ...]
@@ -42,16 +44,16 @@ Round = tuple[tuple[Point, str], ...]
 pytestmark = pytest.mark.slow
 
 
-def draw(seed: int, together: int, wanted: str) -> list[Round]:
-    """Rounds in which so many die ``together``, each at a node that is drawn."""
-    chance = random.Random(seed)
-    every = list(combinations(POINTS, together))
-    chosen = every if wanted == "all" else chance.sample(every, int(wanted))
-    return [tuple((point, chance.choice(NODES)) for point in points) for points in chosen]
+def draw(seed: int, deaths: int, wanted: str) -> list[Round]:
+    """Rounds of ``deaths`` simultaneous deaths, each at a random node."""
+    rng = random.Random(seed)
+    every = list(combinations(POINTS, deaths))
+    chosen = every if wanted == "all" else rng.sample(every, int(wanted))
+    return [tuple((point, rng.choice(NODES)) for point in points) for points in chosen]
 
 
 class Run:
-    """The two nodes and their controller; who dies is started again as a service manager would."""
+    """The two nodes and their controller; dead processes are restarted as by a service manager."""
 
     def __init__(self, folder: Path, world: World) -> None:
         self.folder = folder
@@ -68,34 +70,36 @@ class Run:
         command = ["-m", "everstep_trainer.launch", "--nnodes", "2", "--job", "protocol", "--standby-delay-s", "0.1"]
         command += ["--max-restarts", "1000", "--local-addr", "127.0.0.1", "--agent-socket", str(node.agent_socket)]
         command += ["--hang-threshold-s", "60", "--die-with-parent"]
-        return [*command, "-m", "tests.support.shared_training", str(self.folder)]
+        return [*command, "-m", "tests.integration.replicated_training", str(self.folder)]
 
     def strike(self, victims: Round) -> None:
-        """All of them die, each at its point, and the ranks with the last; then the run goes on."""
+        """Kill all victims at their points, and the ranks with the last one; then wait for further steps."""
         files = [self.folder / file_name(point, node) for point, node in victims]
         for file in files:
             file.touch()
         names = ", ".join(file.name for file in files)
-        self._until(lambda: not any(map(Path.exists, files)), f"the deaths of {names}")
+        self._wait_until(lambda: not any(map(Path.exists, files)), f"the deaths of {names}")
         self._kill_ranks()
-        self.reach(self.progress.finished() + ON, f"steps after the deaths of {names}")
+        self.reach(self.progress.finished() + STEPS_AFTER_DEATH, f"steps after the deaths of {names}")
 
-    def reach(self, step: int, what: str) -> None:
-        """However many steps that are, some hundreds at a time must come in time."""
+    def reach(self, step: int, expected: str) -> None:
+        """Wait for the step; every few hundred steps have a timeout of their own."""
         while (finished := self.progress.finished()) < step:
-            near = min(step, finished + STRETCH)
-            self._until(lambda near=near: self.progress.finished() >= near, f"{what}, up to {near}")
+            near = min(step, finished + STEPS_PER_WAIT)
+            self._wait_until(lambda near=near: self.progress.finished() >= near, f"{expected}, up to {near}")
 
     def finish(self) -> list[dict[str, Any]]:
-        """Ends the job after the step that nobody may go beyond yet."""
+        """End the job after the last step that is allowed so far."""
         draft = self.folder / "last.draft"
         draft.write_text(str(self.allowed))
-        draft.rename(self.folder / "last")  # ranks look for it all the time
+        draft.rename(self.folder / "last")  # ranks poll for this file
         self._allow(self.allowed + 1)
         launchers = [node.launcher for node in self.world.nodes.values()]
-        self._until(lambda: all(one is not None and one.poll() is not None for one in launchers), "the job's end")
-        assert [one.returncode for one in launchers if one is not None] == [0, 0], self.said()
-        return read_diaries(self.folder)
+        self._wait_until(
+            lambda: all(launcher is not None and launcher.poll() is not None for launcher in launchers), "the job's end"
+        )
+        assert [launcher.returncode for launcher in launchers if launcher is not None] == [0, 0], self.logs()
+        return read_step_logs(self.folder)
 
     def _kill_ranks(self) -> None:
         for node in self.world.nodes.values():
@@ -103,19 +107,19 @@ class Run:
                 if comm(pid).startswith("everstep-rank"):
                     _kill(pid)
 
-    def _until(self, condition: Any, what: str) -> None:
+    def _wait_until(self, condition: Any, expected: str) -> None:
         def holds() -> bool:
-            self._start_again()
+            self._restart_dead()
             if not (self.folder / "last").exists():
-                self._allow(self.progress.finished() + AHEAD)
+                self._allow(self.progress.finished() + STEPS_AHEAD)
             return bool(condition())
 
         try:
-            wait_for(holds, what)
+            wait_for(holds, expected)
         except TimeoutError as error:
-            raise AssertionError(f"{error}\n{self.said()}") from error
+            raise AssertionError(f"{error}\n{self.logs()}") from error
 
-    def _start_again(self) -> None:
+    def _restart_dead(self) -> None:
         if self.world.controller is None or self.world.controller.poll() is not None:
             self.world.spawn_controller()
         for node in self.world.nodes.values():
@@ -128,7 +132,7 @@ class Run:
         draft.write_text(str(self.allowed))
         draft.rename(self.folder / "gate")
 
-    def said(self) -> str:
+    def logs(self) -> str:
         logs = sorted(self.world.logs.glob("*.log"))
         return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-5000:]}" for log in logs)
 
@@ -139,29 +143,29 @@ def _kill(pid: int) -> None:
 
 
 @pytest.fixture
-def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes under test find the points; this one is none of them."""
+def without_points(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clean the environment, so that processes under test install the points, and this process does not."""
     for name in [name for name in os.environ if name.startswith(("EVERSTEP_", "PET_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv(
-        "PYTHONPATH", f"{ROOT / 'tests' / 'support' / 'dying_processes'}:{ROOT}"
-    )  # of what is not forked
+        "PYTHONPATH", f"{ROOT / 'tests' / 'support' / 'processes' / 'kill_points_site'}:{ROOT}"
+    )  # for processes that are not forked
 
 
 def test_fork_server_started_here_passes_no_points(
-    tmp_path: Path, undisturbed: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, without_points: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(FOLDER, str(tmp_path))
-    with fork_pool(["tests.support.dying"]) as pool:
+    with fork_pool(["tests.support.processes.kill_points"]) as pool:
         assert pool.start(is_installed, environment={FOLDER: None}).result() is False
 
 
 def run_through(rounds: Sequence[Round], monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """What the ranks wrote down of a run."""
+    """Run the rounds; return the records that the ranks wrote."""
     with tempfile.TemporaryDirectory(prefix="everstep-") as name, WarmWorld(Path(name) / "out", NODES) as world:
         monkeypatch.setenv(FOLDER, name)
-        world.settings = "[policy]\nrank_flap_count = 1000\n"  # ranks of one node die every second here
+        world.settings = "[policy.regroups]\nrank_flap_count = 1000\n"  # here the ranks of one node die every second
         run = Run(Path(name), world)
         for victims in rounds:
             run.strike(victims)
@@ -182,18 +186,18 @@ MANY = draw(SEED, 1, "all") + draw(SEED, 2, PAIRS)
     ids=["few", "many"],
 )
 def test_restore_yields_one_whole_version_after_any_death(
-    undisturbed: None, monkeypatch: pytest.MonkeyPatch, forks: ForkPool, tmp_path: Path, rounds: list[Round]
+    without_points: None, monkeypatch: pytest.MonkeyPatch, forks: ForkPool, tmp_path: Path, rounds: list[Round]
 ) -> None:
     rows = run_through(rounds, monkeypatch)
     steps = {row["step"] for row in rows}
     assert steps == set(range(1, max(steps) + 1))
     assert len({row["generation"] for row in rows}) > len(rounds)
     (tmp_path / "last").write_text(str(max(steps)))
-    torchrun(forks, len(NODES), shared_training.main, [str(tmp_path)])  # without Everstep
-    calm = {(row["rank"], row["step"]): (row["state"], row["samples"]) for row in read_diaries(tmp_path)}
+    torchrun(forks, len(NODES), replicated_training.main, [str(tmp_path)])  # without Everstep
+    uninterrupted = {(row["rank"], row["step"]): (row["state"], row["samples"]) for row in read_step_logs(tmp_path)}
     torn = [
         (row["generation"], row["step"], row["rank"])
         for row in rows
-        if (row["state"], row["samples"]) != calm[row["rank"], row["step"]]
+        if (row["state"], row["samples"]) != uninterrupted[row["rank"], row["step"]]
     ]
     assert not torn

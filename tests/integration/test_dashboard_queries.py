@@ -17,11 +17,11 @@ import pytest
 from dashboards.build import queries
 from everstep.bearer_tokens import TokenRole, mint
 from examples.demo.world import World, wait_for
-from tests.support.controllers import bearer, joined
-from tests.support.eventful import EventfulFleet
-from tests.support.prometheus import Prometheus, needs_prometheus
-from tests.support.sessions import Door
-from tests.support.warm_launcher import WarmWorld
+from tests.support.fleet.controllers import bearer, joined
+from tests.support.fleet.fleet_with_faults import FleetWithFaults
+from tests.support.fleet.session_client import SessionPool
+from tests.support.processes.warm_programs import WarmWorld
+from tests.support.services.prometheus import Prometheus, needs_prometheus
 
 pytestmark = [pytest.mark.slow, needs_prometheus]
 
@@ -38,7 +38,7 @@ def tell(world: World, method: str, path: str, body: Any, headers: dict[str, str
 
 
 @pytest.fixture(scope="module")
-def scraping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Prometheus, EventfulFleet]]:
+def scraping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Prometheus, FleetWithFaults]]:
     """A Prometheus that has scraped both, and then sees a fleet live through something."""
     folder = tmp_path_factory.mktemp("prometheus")
     with WarmWorld(folder / "out", ["n1"]) as world:
@@ -50,11 +50,11 @@ def scraping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Prometh
         agent = json.loads((node.folder / "agent.json").read_text())["metrics"]
         targets = {"everstep-controller": [world.url.removeprefix("http://")], "everstep-agent": [agent]}
         tokens = {"everstep-controller": viewer, "everstep-agent": node.folder / "token"}
-        door = Door(world.url.removeprefix("http://"))
+        door = SessionPool(world.url.removeprefix("http://"))
         with Prometheus(folder, targets, tokens) as prometheus:
             try:
                 wait_for(prometheus.has_scraped, "both targets are scraped")
-                fleet = EventfulFleet(lambda *asked: tell(world, *asked), door, world.secret)
+                fleet = FleetWithFaults(lambda *asked: tell(world, *asked), door, world.secret)
                 fleet.report("node-6", joined("ended", 1.0))
                 operator = bearer(TokenRole.OPERATOR, "olga", world.secret)
                 assert tell(world, "POST", "/v1/jobs/ended/stop", {"reason": "it is done"}, operator)[0] == 200
@@ -65,11 +65,11 @@ def scraping(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Prometh
 
 
 @pytest.fixture
-def prometheus(scraping: tuple[Prometheus, EventfulFleet]) -> Prometheus:
+def prometheus(scraping: tuple[Prometheus, FleetWithFaults]) -> Prometheus:
     return scraping[0]
 
 
-def test_stalled_alert_spares_an_ended_run(scraping: tuple[Prometheus, EventfulFleet]) -> None:
+def test_stalled_alert_spares_an_ended_run(scraping: tuple[Prometheus, FleetWithFaults]) -> None:
     """The run that is under way stands still and is paged; the one that ended stands still too, and is not."""
     prometheus, fleet = scraping
     stalled = 'ALERTS{alertname="EverstepJobStalled", alertstate="firing"}'

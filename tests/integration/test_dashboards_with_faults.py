@@ -20,9 +20,9 @@ from everstep.bearer_tokens import TokenRole, mint
 from everstep.errors import NotFound
 from everstep.vocabulary import NodeState
 from examples.demo.world import Node, wait_for
-from tests.support.prometheus import Prometheus, needs_prometheus
-from tests.support.sharded_job import JOB, NODES, ShardedJob
-from tests.support.warm_launcher import WarmWorld
+from tests.integration.sharded_job import JOB, NODES, ShardedJob
+from tests.support.processes.warm_programs import WarmWorld
+from tests.support.services.prometheus import Prometheus, needs_prometheus
 
 pytestmark = [pytest.mark.slow, needs_prometheus, pytest.mark.timeout(400)]
 
@@ -30,7 +30,7 @@ C = "everstep_controller_"
 DEADLINE_S = 180.0
 RANGE_S = 300
 THROTTLED = {"throttle_reasons": 0x8 | 0x40, "sm_clock_mhz": 600, "nvlinks_down": 1}
-"""NVML's bits for a hardware slowdown, for heat."""
+"""NVML's bits for a hardware slowdown, and for a thermal one."""
 
 
 class Scene:
@@ -44,7 +44,7 @@ class Scene:
         return self.job.client.node(node.name).summary.state
 
     def kill_rank(self, node: Node) -> None:
-        """SIGKILL to the node's newest rank, whose log has its pid."""
+        """Send SIGKILL to the newest rank of the node; its log has the pid."""
         logs = sorted(self.job.world.steps.glob(f"{node.name}-*.jsonl"), key=lambda path: path.stat().st_mtime)
         os.kill(int(logs[-1].stem.rpartition("-")[2]), signal.SIGKILL)
 
@@ -60,7 +60,7 @@ def scene(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Scene]:
     storage = ("--spill-to", str(folder / "storage"), "--spill-every", "5")
     with WarmWorld(folder / "out", NODES) as world:
         options = ("--parity-group-size", "2", *storage)
-        job = ShardedJob(world, 64, 96, 64, options=options, script="tests.support.observed_training")
+        job = ShardedJob(world, 64, 96, 64, options=options, script="tests.integration.observed_training")
         viewer = folder / "viewer"
         viewer.write_text(mint(world.secret, TokenRole.VIEWER, "prometheus"))
         agents = [json.loads((node.folder / "agent.json").read_text())["metrics"] for node in world.nodes.values()]
@@ -84,22 +84,22 @@ def live_through_faults(scene: Scene) -> None:
     world.nodes["n4"].set_gpu(xid=79)
     wait_for(lambda: scene.node_state(world.nodes["n4"]) is not NodeState.HEALTHY, "n4 is evicted", DEADLINE_S)
     with suppress(NotFound):
-        scene.job.client.node("nobody")
+        scene.job.client.node("unknown")
 
 
-def asked() -> dict[str, Kind]:
+def queries_by_panel() -> dict[str, Kind]:
     """Return every query with the kind of its panel."""
     values = {"run": JOB, "__range": f"{RANGE_S}s", "__rate_interval": "10s"}
     return {
         filled_in(query, **values): panel.kind
-        for one in DASHBOARDS
-        for panel in one.panels
+        for dashboard in DASHBOARDS
+        for panel in dashboard.panels
         for query, _ in panel.queries
     }
 
 
 def test_every_query_has_data_while_faults_happen(scene: Scene) -> None:
-    missing = asked()
+    missing = queries_by_panel()
 
     def all_have_data() -> bool:
         for query, kind in list(missing.items()):
@@ -114,7 +114,9 @@ def test_every_query_has_data_while_faults_happen(scene: Scene) -> None:
 
 
 def test_table_names_the_node_the_rule_and_the_time(scene: Scene) -> None:
-    (found,) = scene.prometheus.ask(f'{C}node_unfit_since_timestamp_seconds{{node="n4"}}')
+    unfit = f'{C}node_unfit_since_timestamp_seconds{{node="n4"}}'
+    wait_for(lambda: bool(scene.prometheus.ask(unfit)), unfit, 30)  # the next scrape
+    (found,) = scene.prometheus.ask(unfit)
     labels = found["metric"]
     assert (labels["rack"], labels["rule"]) == ("rack-n4", "gpu.xid")
     assert "79" in labels["reason"]

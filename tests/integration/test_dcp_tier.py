@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launched import launched
+from tests.support.processes.launcher import launched
 
 TRAIN = """
 import os, signal, torch

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from examples.demo.world import PREFIX, descendants
-from tests.support.processes import is_running
-from tests.support.waiting import until
-from tests.support.warm_launcher import WarmProgram
+from tests.support.processes.process_table import is_running
+from tests.support.processes.waiting import until
+from tests.support.processes.warm_programs import WarmProgram
 
 ROOT = Path(__file__).parents[2]
 FAULTS = {
@@ -103,12 +103,3 @@ def test_ctrl_c_leaves_no_process_and_no_memory(demo: Demo) -> None:
     assert demo.process.wait(60) == 130
     assert not [pid for pid in below if is_running(pid)]
     assert not demo.in_shared_memory()
-
-
-@pytest.mark.nightly
-def test_killed_demo_leaves_no_process_and_no_memory(demo: Demo) -> None:
-    below = descendants(demo.process.pid)[1:]
-    demo.process.kill()
-    demo.process.wait()
-    until(lambda: not [pid for pid in below if is_running(pid)], "the end of all it had started")
-    until(lambda: not demo.in_shared_memory(), "the release of its shared memory")

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.forked import ForkPool
-from tests.support.launched import ROOT, launched
+from tests.support.processes.fork_pool import ForkPool
+from tests.support.processes.launcher import ROOT, launched
 
 pytestmark = pytest.mark.slow
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.support import exact_training
-from tests.support.exact_training import BATCH, OVERFLOW_EVERY, POINTS, SAMPLES, Fault, read_diaries
-from tests.support.forked import ForkPool, torchrun
-from tests.support.launched import launched
+from tests.support.processes.fork_pool import ForkPool, torchrun
+from tests.support.processes.launcher import launched
+from tests.support.ranks import exact_training
+from tests.support.ranks.exact_training import BATCH, OVERFLOW_EVERY, POINTS, SAMPLES, Fault, read_step_logs
 
 pytestmark = pytest.mark.slow
 
@@ -39,7 +39,7 @@ def run_under_launcher(*faults: Fault) -> list[Row]:
             "--state-dir",
             f"{name}/state",
             "-m",
-            "tests.support.exact_training",
+            "tests.support.ranks.exact_training",
             name,
             str(STEPS),
             *map(str, faults),
@@ -47,7 +47,7 @@ def run_under_launcher(*faults: Fault) -> list[Row]:
         with launched(folder, *argv, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo") as launcher:
             assert launcher.wait() == 0, launcher.err
         assert len(list(folder.glob("struck-*"))) == len(faults), "every fault has struck"
-        return read_diaries(folder)
+        return read_step_logs(folder)
 
 
 @pytest.fixture(scope="module")
@@ -55,17 +55,17 @@ def calm(session_forks: ForkPool, tmp_path_factory: pytest.TempPathFactory) -> l
     """A run that nothing happens to, without Everstep."""
     folder = tmp_path_factory.mktemp("calm")
     torchrun(session_forks, WORLD, exact_training.main, exact_training.train, [str(folder), str(STEPS)])
-    return read_diaries(folder)
+    return read_step_logs(folder)
 
 
-def told(row: Row) -> Row:
+def computed(row: Row) -> Row:
     return {key: value for key, value in row.items() if key not in ("generation", "rank", "step")}
 
 
 @pytest.mark.promise("exact-recovery")
 @pytest.mark.parametrize("seed", [5, pytest.param(12, marks=pytest.mark.nightly)])
 def test_run_after_three_kills_is_bit_identical(calm: list[Row], seed: int) -> None:
-    undisturbed = {(row["rank"], row["step"]): told(row) for row in calm}
+    undisturbed = {(row["rank"], row["step"]): computed(row) for row in calm}
     assert undisturbed.keys() == {(rank, step) for rank in range(WORLD) for step in range(1, STEPS + 1)}
     faults = random_faults(seed)
     rows = run_under_launcher(*faults)
@@ -76,7 +76,7 @@ def test_run_after_three_kills_is_bit_identical(calm: list[Row], seed: int) -> N
     differ = sorted(
         (row["step"], row["rank"], row["generation"])
         for row in rows
-        if told(row) != undisturbed[row["rank"], row["step"]]
+        if computed(row) != undisturbed[row["rank"], row["step"]]
     )
     assert not differ, f"after {', '.join(map(str, faults))}; steps that were computed again count too"
 

@@ -10,8 +10,8 @@ import torch
 
 from everstep.client import Client
 from examples.demo.world import Node, wait_for
-from tests.support.faulty_gpu_training import RANKS, STEPS, loss_of, new_model
-from tests.support.warm_launcher import WarmWorld
+from tests.integration.faulty_gpu_training import RANKS, STEPS, loss_of, new_model
+from tests.support.processes.warm_programs import WarmWorld
 
 pytestmark = pytest.mark.slow
 
@@ -19,7 +19,15 @@ pytestmark = pytest.mark.slow
 def launch(node: Node, folder: Path) -> list[str]:
     command = ["-m", "everstep_trainer.launch", "--nnodes", str(RANKS), "--job", "nan", "--standby-delay-s", "0.1"]
     command += ["--local-addr", "127.0.0.1", "--agent-socket", str(node.agent_socket), "--hang-threshold-s", "60"]
-    return [*command, "--sdc", "standard", "--die-with-parent", "-m", "tests.support.faulty_gpu_training", str(folder)]
+    return [
+        *command,
+        "--sdc",
+        "standard",
+        "--die-with-parent",
+        "-m",
+        "tests.integration.faulty_gpu_training",
+        str(folder),
+    ]
 
 
 def undisturbed_sum() -> float:
@@ -46,12 +54,15 @@ def test_node_whose_gpu_gives_nan_is_evicted() -> None:
         wait_for(lambda: any(event.kind == "generation" for event in client.events().collect(500).events), "a roster")
         spare.join(launch(spare, Path(name)))
         launchers = [node.launcher for node in world.nodes.values()]
-        wait_for(lambda: sum(one is not None and one.poll() == 0 for one in launchers) >= RANKS, "the job's end")
-        told = client.events().collect(500).events
+        wait_for(
+            lambda: sum(launcher is not None and launcher.poll() == 0 for launcher in launchers) >= RANKS,
+            "the job's end",
+        )
+        events = client.events().collect(500).events
         sums = [float(path.read_text()) for path in Path(name).glob("sum-*")]
-    story = "\n".join(event.sentence for event in told)
-    assert [event.node for event in told if event.kind == "verdict.evict"] == ["n2"], story
-    searched, suspected = [event.sentence for event in told if event.kind == "audit.suspicion"]
+    story = "\n".join(event.sentence for event in events)
+    assert [event.node for event in events if event.kind == "verdict.evict"] == ["n2"], story
+    searched, suspected = [event.sentence for event in events if event.kind == "audit.suspicion"]
     assert "a rank, still unknown, may stand out in gradients" in searched
     assert "stands out from the other ranks in gradients" in suspected
     assert sums == pytest.approx([undisturbed_sum()] * RANKS, rel=1e-5)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launched import Launched, launched
+from tests.support.processes.launcher import LauncherProcess, launched
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +38,7 @@ everstep.main(train)
 ONCE = "if is_odd and run.generation == 1: "
 
 
-def run_script(folder: Path, *flags: str, before: str = "pass", inside: str = "pass") -> Launched:
+def run_script(folder: Path, *flags: str, before: str = "pass", inside: str = "pass") -> LauncherProcess:
     (folder / "train.py").write_text(TRAIN.format(before=before, inside=inside))
     argv = ["--nproc-per-node", "2", "--standby-delay-s", "0.1", "--state-dir", str(folder / "state"), *flags]
     with launched(folder, *argv, "train.py") as launcher:
@@ -46,7 +46,7 @@ def run_script(folder: Path, *flags: str, before: str = "pass", inside: str = "p
         return launcher
 
 
-def recoveries(launcher: Launched) -> int:
+def recoveries(launcher: LauncherProcess) -> int:
     found = re.search(r"(\d+) recover(?:y|ies),", launcher.err)
     assert found, launcher.err
     return int(found[1])
@@ -78,7 +78,7 @@ def test_declared_section_outlasts_the_threshold(short_path: Path) -> None:
 
 @pytest.mark.promise("stuck-rank-named")
 @pytest.mark.parametrize(
-    ("hang", "words"),
+    ("hang", "text"),
     [
         ("LOCK.acquire(), LOCK.acquire()", r"rank 1 stands still at train.py:\d+ for \d+ s; rank 0 waits"),
         ("exec('while True: pass')", "rank 1 runs a loop in which nothing changes"),
@@ -89,11 +89,11 @@ def test_declared_section_outlasts_the_threshold(short_path: Path) -> None:
     ],
     ids=["lock", "loop", "stopped"],
 )
-def test_rank_that_hangs_is_replaced(short_path: Path, hang: str, words: str) -> None:
+def test_rank_that_hangs_is_replaced(short_path: Path, hang: str, text: str) -> None:
     launcher = run_script(short_path, "--hang-threshold-s", "3", inside=ONCE + hang)
     assert launcher.process.returncode == 0, launcher.err
     assert recoveries(launcher) == 1, launcher.err
-    assert re.search(words, launcher.err), launcher.err
+    assert re.search(text, launcher.err), launcher.err
 
 
 @pytest.mark.promise("uneven-steps")

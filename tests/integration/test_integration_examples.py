@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launched import PATIENT, ROOT, launched
+from tests.support.processes.launcher import ROOT, SLOW_RANKS, launched
 
 pytestmark = [
     pytest.mark.slow,
@@ -27,9 +27,9 @@ def final_line(folder: Path, name: str, faults: str) -> str:
     """Return the line that rank 0 printed at the end of the example."""
     folder.mkdir()
     argv = ["--nproc-per-node", "2", "--standby-delay-s", "0.1", "--state-dir", str(folder / "s")]
-    argv += ["--preload", EXAMPLES[name], "-m", "tests.support.killed_example", str(folder)]
+    argv += ["--preload", EXAMPLES[name], "-m", "tests.integration.killed_example", str(folder)]
     argv += [str(ROOT / "examples" / f"train_{name}.py"), faults, "--steps", "40"]
-    with launched(folder, *argv, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", **PATIENT) as launcher:
+    with launched(folder, *argv, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", **SLOW_RANKS) as launcher:  # type: ignore[arg-type]
         assert launcher.wait() == 0, launcher.err
     assert "not alike on all ranks" not in launcher.err + launcher.out
     struck = {path.name.removeprefix("struck-") for path in folder.glob("struck-*")}

@@ -15,9 +15,9 @@ import pytest
 
 from everstep.cli.runs import ListedRun
 from everstep.receipts.receipt_files import stored_receipts
-from tests.support import step_log
-from tests.support.launched import ROOT, Launched, launched
-from tests.support.processes import comm, command_line, is_running
+from tests.integration import step_log
+from tests.support.processes.launcher import ROOT, LauncherProcess, launched
+from tests.support.processes.process_table import command_line, is_running
 
 pytestmark = pytest.mark.slow
 PATIENT = ("--hang-threshold-s", "120")
@@ -59,7 +59,7 @@ def gated(*gates: int) -> str:
 class Run:
     """A launcher with private services, and what its ranks wrote down."""
 
-    def __init__(self, directory: Path, launcher: Launched, state: Path | None = None) -> None:
+    def __init__(self, directory: Path, launcher: LauncherProcess, state: Path | None = None) -> None:
         self.directory = directory
         self.launcher = launcher
         self.state = state or directory / "state"
@@ -82,7 +82,7 @@ class Run:
         return [path for path in Path(f"/dev/shm/everstep-{os.getuid()}").glob("run-*") if path.name in runs]
 
 
-def agents_of(launcher: Launched) -> list[int]:
+def agents_of(launcher: LauncherProcess) -> list[int]:
     """Return the processes of the launcher's private agent, without the vault."""
     return [pid for pid in launcher.descendants() if b"everstep_agent.main" in command_line(pid)]
 
@@ -127,7 +127,7 @@ def test_killed_rank_is_replaced_and_the_run_summarized(short_path: Path) -> Non
             )
             for name in ("status", "runs --json", "open")
         }
-        told = {name: process.communicate(timeout=120)[0] for name, process in asked.items()}
+        outputs = {name: process.communicate(timeout=120)[0] for name, process in asked.items()}
         (short_path / "go-60").touch()
         assert launcher.wait() == 0, launcher.err
     lines = run.lines()
@@ -139,16 +139,16 @@ def test_killed_rank_is_replaced_and_the_run_summarized(short_path: Path) -> Non
     assert not any(map(is_running, services))
     assert not any(path.exists() for path in segments)
     assert {path.name for path in run.state.iterdir()} == {".lock", "logs", "cache", "output", "receipts"}
-    assert "1 healthy" in told["status"]
-    assert "train-" in told["status"]
-    (listed,) = msgspec.json.decode(told["runs --json"], type=list[ListedRun])
+    assert "1 healthy" in outputs["status"]
+    assert "train-" in outputs["status"]
+    (listed,) = msgspec.json.decode(outputs["runs --json"], type=list[ListedRun])
     assert listed.receipt is not None
     assert (listed.number, listed.receipt.result, listed.receipt.recovery_count) == (0, "running", 1)
     assert listed.receipt.until_step == 60
     assert len(re.findall(r"to watch: everstep open train-\w+\n", launcher.err)) == 1
     assert "operator%3A" not in launcher.err  # a batch log is read by others
     assert re.fullmatch(
-        r"http://127\.0\.0\.1:\d+/#token=operator%3Alauncher%3A\w+&to=%2Fjob%2Ftrain-\w+\n", told["open"]
+        r"http://127\.0\.0\.1:\d+/#token=operator%3Alauncher%3A\w+&to=%2Fjob%2Ftrain-\w+\n", outputs["open"]
     )
     (line,) = re.findall(r"job train-\w+ finished at step 60: 1 recovery, ([0-9.]+) s lost", launcher.err)
     assert float(line) > 0
@@ -166,22 +166,13 @@ def test_killed_rank_is_replaced_and_the_run_summarized(short_path: Path) -> Non
     assert receipt.job in stored.page.read_text()
 
 
-def test_exception_of_all_ranks_is_printed_once(short_path: Path) -> None:
-    (short_path / "train.py").write_text(TRAIN.replace("optimizer.zero_grad()", "raise ValueError('bad batch')"))
-    argv = ["--nproc-per-node", "2", *PATIENT, "--state-dir", str(short_path / "state"), "train.py"]
-    with launched(short_path, *argv) as launcher:
-        assert launcher.wait() == 1
-    assert launcher.err.count("Traceback (most recent call last)") == 1
-    assert launcher.err.count("ValueError: bad batch") == 2, launcher.err  # the traceback's end, and the launcher's
-
-
 @pytest.mark.promise("clean-exit")
 def test_ctrl_c_leaves_no_process_no_socket_and_no_segment(run: Run) -> None:
     run.pid_at(rank=0, step=5)
     services, segments = run.launcher.descendants(), run.segments()
     os.killpg(run.launcher.pid, signal.SIGINT)
     assert run.launcher.wait() == 130
-    assert [one.receipt.result for one in stored_receipts(run.state)] == ["interrupted"]
+    assert [entry.receipt.result for entry in stored_receipts(run.state)] == ["interrupted"]
     assert not any(map(is_running, services))
     assert not any(path.exists() for path in segments)
     assert not list((run.directory / "state").glob("run-*"))
@@ -238,7 +229,7 @@ def test_sigterm_lets_ranks_save_and_writes_the_newest_version(short_path: Path)
     assert any(line.endswith(f"is saved in {folder}; the same command continues there") for line in lines)
     assert lines[-1].startswith("everstep-launch: receipt: ")
     assert "killing" not in launcher.err
-    assert [one.receipt.result for one in stored_receipts(short_path / "state")] == ["interrupted"]
+    assert [entry.receipt.result for entry in stored_receipts(short_path / "state")] == ["interrupted"]
 
 
 @pytest.mark.promise("resumed-by-default")
@@ -426,7 +417,7 @@ def test_rank_on_stopped_gpu_is_restarted(short_path: Path) -> None:
         "EVERSTEP_AGENT_VIRTUAL": "default:2",
         "EVERSTEP_AGENT_VIRTUAL_CONTROL": str(control),
     }
-    with launched(short_path, *argv, **site) as launcher:
+    with launched(short_path, *argv, **site) as launcher:  # type: ignore[arg-type]
         run = Run(short_path, launcher)
         victim = run.pid_at(rank=1, step=10)
         (short_path / "new.json").write_text('{"gpus": {"1": {"xid": 43}}}')
@@ -456,51 +447,3 @@ def test_process_group_of_the_script_is_replaced(short_path: Path) -> None:
         assert launcher.wait() == 0, launcher.err
     assert "init_process_group" in launcher.err
     assert sorted(launcher.out.splitlines()) == ["saved by rank 0", "saved by rank 1"]
-
-
-LATE_IMPORTS = """
-import os, pathlib, torch
-import everstep
-
-FOLDER = pathlib.Path(__file__).parent
-
-def train(run):
-    import timm
-    for step in run.steps(until=100_000):
-        torch.distributed.barrier()
-        if step > 1 and (FOLDER / "enough").exists():
-            raise SystemExit(0)
-
-if __name__ == "__main__":
-    everstep.main(train)
-"""
-TIMM = """
-import os, pathlib
-what = (os.getpid(), pathlib.Path("/proc/self/comm").read_text().strip(), os.environ["TORCHINDUCTOR_CACHE_DIR"])
-with (pathlib.Path(__file__).parent / "imports").open("a") as file:
-    file.write(" ".join(map(str, what)) + chr(10))
-"""
-"""In the place of a package that standbys follow: says who imports it."""
-
-
-def test_standby_imports_modules_loaded_during_training(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)  # torch sets it where its compiler is imported
-    (short_path / "train.py").write_text(LATE_IMPORTS)
-    (short_path / "timm.py").write_text(TIMM)
-    imports = short_path / "imports"
-
-    def importers() -> dict[str, int]:
-        lines = imports.read_text().splitlines() if imports.exists() else []
-        return {name: int(pid) for pid, name, _ in map(str.split, lines)}
-
-    argv = ["--nproc-per-node", "2", "--standby-delay-s", "0.1", *PATIENT]
-    argv += ["--state-dir", str(short_path / "state"), "train.py"]
-    with launched(short_path, *argv) as launcher:
-        standby = launcher.eventually(lambda: importers().get("everstep-spare"), "the standby has imported")
-        os.kill(importers()["everstep-rank1"], signal.SIGKILL)
-        launcher.eventually(lambda: comm(standby) == "everstep-rank1", "the standby is promoted")
-        (short_path / "enough").touch()
-        assert launcher.wait() == 0, launcher.err
-    assert importers().keys() == {"everstep-rank0", "everstep-rank1", "everstep-spare"}
-    caches = {line.split()[2] for line in imports.read_text().splitlines()}
-    assert caches == {str(short_path / "state" / "cache" / "train" / "inductor")}

@@ -1,8 +1,9 @@
-"""A real launcher with real workers; the agent is played."""
+"""A real launcher with real workers, and a fake agent."""
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,20 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from everstep.ids import split_address
 from everstep.vocabulary import GenerationReason
 from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob
-from everstep.wire.v1.local import Goodbye, RankExited
+from everstep.wire.v1.local import RankExited
 from everstep.wire.v1.training import GenerationSpec, JobSpec, LauncherJoined, LauncherLeaving, RestoreRule
-from tests.support.fake_agent import FakeAgent, fake_agent
-from tests.support.launched import ROOT, Launched, launched
-from tests.support.processes import is_running
+from tests.support.agents.fake_agent import FakeAgent, fake_agent
+from tests.support.processes.launcher import ROOT, LauncherProcess, launched
+from tests.support.processes.process_table import is_running
 
 pytestmark = pytest.mark.slow
 
 HOOKED = """
 import os, pathlib, signal, sys
-from everstep_trainer.runtime.assignment import current_assignment, wait_for_local_rank
+from everstep_trainer.launch.assignment import current_assignment, wait_for_local_rank
 
 directory = pathlib.Path(sys.argv[1])
 assignment = current_assignment()
@@ -51,19 +51,19 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def start(agent: FakeAgent, script: Path, *flags: str, **environment: str) -> AbstractContextManager[Launched]:
+def start(agent: FakeAgent, script: Path, *flags: str, **environment: str) -> AbstractContextManager[LauncherProcess]:
     argv = ["--agent-socket", str(agent.path), "--job", "j", "--nproc-per-node", "2", "--standby-delay-s", "0.05"]
-    return launched(script.parent, *argv, *flags, str(script), str(script.parent), **environment)
+    return launched(script.parent, *argv, *flags, str(script), str(script.parent), **environment)  # type: ignore[arg-type]
 
 
-def holder(launcher: Launched, directory: Path, local_rank: int, *, not_in: tuple[int, ...] = ()) -> int:
-    """The process that took ``local_rank``, once it has."""
+def holder(launcher: LauncherProcess, directory: Path, local_rank: int, *, not_in: tuple[int, ...] = ()) -> int:
+    """The process that has taken ``local_rank``; wait for it."""
 
-    def there() -> int | None:
+    def find_process() -> int | None:
         pids = (int(path.name.rpartition("-")[2]) for path in directory.glob(f"took-{local_rank}-*"))
         return next((pid for pid in pids if pid not in not_in), None)
 
-    return launcher.eventually(there, f"a process for local rank {local_rank}")
+    return launcher.eventually(find_process, f"a process for local rank {local_rank}")
 
 
 def generation(store: str, number: int, nodes: tuple[str, ...] = ("n1",)) -> NewGeneration:
@@ -91,7 +91,7 @@ def test_standby_replaces_killed_worker_and_is_refilled(agent: FakeAgent, script
         first = holder(launcher, script.parent, 1)
         standby = launcher.child_named("everstep-spare")
         os.kill(first, signal.SIGKILL)
-        exited = agent.heard(RankExited)
+        exited = agent.wait_for_message(RankExited)
         assert (exited.local_rank, exited.pid, exited.signal, exited.has_replacement) == (
             1,
             first,
@@ -103,60 +103,38 @@ def test_standby_replaces_killed_worker_and_is_refilled(agent: FakeAgent, script
         assert holder(launcher, script.parent, 0) in launcher.descendants()
 
 
-def test_killed_launcher_leaves_no_child_process(agent: FakeAgent, script: Path) -> None:
-    with start(agent, script) as launcher:
-        holder(launcher, script.parent, 0)
-        launcher.child_named("everstep-spare")
-        below = launcher.descendants()
-        assert len(below) >= 5  # the fork server, the store host, two workers, a standby
-        launcher.process.kill()
-        launcher.eventually(lambda: not any(map(is_running, below)), "the end of all children")
-
-
-def test_ctrl_c_ends_launcher_and_children_in_order(agent: FakeAgent, script: Path) -> None:
-    with start(agent, script) as launcher:
-        holder(launcher, script.parent, 0)
-        launcher.child_named("everstep-spare")
-        below = launcher.descendants()
-        os.killpg(launcher.pid, signal.SIGINT)  # as a terminal does: to the foreground process group
-        assert launcher.wait() == 130
-        assert not any(map(is_running, below))
-        agent.heard(Goodbye)
-        assert "Traceback" not in launcher.err
-
-
 def test_launcher_forwards_signals_only_to_handling_ranks(agent: FakeAgent, script: Path) -> None:
-    """As Slurm's --signal=USR1@120 gives one before a pre-emption."""
+    """Slurm's --signal=USR1@120 sends such a signal before a preemption."""
     note = "signal.signal(signal.SIGUSR1, lambda *_: (directory / f'noted-{local_rank}').touch())"
     script.write_text(HOOKED.replace("while not", f"if local_rank: {note}\nPATH.touch()\nwhile not"))
     script.write_text(script.read_text().replace("PATH", "(directory / f'ready-{local_rank}')"))
     with start(agent, script, "--standbys", "0") as launcher:
         for local_rank in (0, 1):
-            launcher.eventually((script.parent / f"ready-{local_rank}").exists, "a handler where there is to be one")
-        below = launcher.descendants()
+            launcher.eventually((script.parent / f"ready-{local_rank}").exists, "the rank to install its handler")
+        descendants = launcher.descendants()
 
-        def noted() -> bool:  # the launcher may learn of a rank only after the rank has run its first lines
+        def note_exists() -> bool:  # the launcher may notice a rank only after the rank's first lines
             os.killpg(launcher.pid, signal.SIGUSR1)
             return (script.parent / "noted-1").exists()
 
-        launcher.eventually(noted, "the notice")
+        launcher.eventually(note_exists, "the notice")
         launcher.process.send_signal(signal.SIGUSR2)
-        launcher.eventually(lambda: "SIGUSR2 is ignored" in launcher.err, "the word that nobody handles it")
-        assert all(map(is_running, below))
+        launcher.eventually(lambda: "SIGUSR2 is ignored" in launcher.err, "the warning that no rank handles it")
+        assert all(map(is_running, descendants))
 
 
 def test_worker_ignoring_sigterm_is_killed_after_grace(agent: FakeAgent, script: Path) -> None:
     script.write_text("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + HOOKED)
     with start(agent, script, "--grace-s", "0.2") as launcher:
         holder(launcher, script.parent, 0)
-        below = launcher.descendants()
+        descendants = launcher.descendants()
         launcher.process.terminate()
         assert launcher.wait() == 128 + signal.SIGTERM
-        assert not any(map(is_running, below))
+        assert not any(map(is_running, descendants))
 
 
 def test_rank_asked_to_leave_saves_and_is_replaced(agent: FakeAgent, script: Path) -> None:
-    """The rank of a drained node gets SIGTERM and its grace; one that stays is killed when that is over."""
+    """A rank of a drained node gets SIGTERM and a grace period; a rank that stays is killed after it."""
     save = (
         "import signal, sys\n"
         "def save(*_):\n"
@@ -173,7 +151,7 @@ def test_rank_asked_to_leave_saves_and_is_replaced(agent: FakeAgent, script: Pat
             order = KillRank(
                 job="j", generation=1, rank=local_rank, local_rank=local_rank, reason="drained", has_grace=True
             )
-            agent.launcher().say(order)
+            agent.launcher().send(order)
         for local_rank, pid in enumerate(pids):
             launcher.eventually((script.parent / f"saved-{local_rank}").exists, "its handler's call")
             holder(launcher, script.parent, local_rank, not_in=(pid,))
@@ -183,13 +161,13 @@ def test_second_ctrl_c_ends_launcher_at_once(agent: FakeAgent, script: Path) -> 
     script.write_text("import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + HOOKED)
     with start(agent, script, "--grace-s", "3600") as launcher:
         holder(launcher, script.parent, 0)
-        below = launcher.descendants()
-        agent.heard(LauncherJoined)
+        descendants = launcher.descendants()
+        agent.wait_for_message(LauncherJoined)
         launcher.process.send_signal(signal.SIGINT)
-        agent.heard(LauncherLeaving)
+        agent.wait_for_message(LauncherLeaving)
         launcher.process.send_signal(signal.SIGINT)
         assert launcher.wait() == 130
-        launcher.eventually(lambda: not any(map(is_running, below)), "the end of everybody, by the kernel's hand")
+        launcher.eventually(lambda: not any(map(is_running, descendants)), "the kernel to end all child processes")
 
 
 def test_script_runs_to_its_end_after_the_job_finishes(agent: FakeAgent, script: Path) -> None:
@@ -198,9 +176,9 @@ def test_script_runs_to_its_end_after_the_job_finishes(agent: FakeAgent, script:
         holder(launcher, script.parent, 1)
         standby = launcher.child_named("everstep-spare")
         peer = agent.launcher()
-        joined = agent.heard(LauncherJoined)
-        peer.say(generation(joined.store, 1))
-        peer.say(StopJob(job="j", ok=True, reason="finished"))
+        joined = agent.wait_for_message(LauncherJoined)
+        peer.send(generation(joined.store, 1))
+        peer.send(StopJob(job="j", ok=True, reason="finished"))
         launcher.eventually(lambda: not is_running(standby), "the end of the standby")
         assert launcher.process.poll() is None
         (script.parent / "finish").touch()
@@ -211,74 +189,25 @@ def test_script_runs_to_its_end_after_the_job_finishes(agent: FakeAgent, script:
 def test_a_failed_job_is_ended_with_its_reason(agent: FakeAgent, script: Path) -> None:
     with start(agent, script) as launcher:
         holder(launcher, script.parent, 0)
-        agent.launcher().say(StopJob(job="j", ok=False, reason="the loss became NaN on rank 3"))
+        agent.launcher().send(StopJob(job="j", ok=False, reason="the loss became NaN on rank 3"))
         assert launcher.wait() == 1
         assert "the loss became NaN on rank 3" in launcher.err
-
-
-def test_kill_order_spares_the_replacement_rank(agent: FakeAgent, script: Path) -> None:
-    with start(agent, script) as launcher:
-        first = holder(launcher, script.parent, 1)
-        peer = agent.launcher()
-        peer.say(generation(agent.heard(LauncherJoined).store, 1))
-        order = KillRank(job="j", generation=1, rank=1, local_rank=1, reason="it hangs")
-        peer.say(order)
-        assert agent.heard(RankExited).pid == first
-        second = holder(launcher, script.parent, 1, not_in=(first,))
-        peer.say(order)
-        peer.say(generation("127.0.0.1:1", 2))
-        launcher.eventually(lambda: "generation 2" in launcher.err, "generation 2")
-        assert is_running(second)
 
 
 def test_the_launcher_joins_again_when_the_agent_comes_back(agent: FakeAgent, script: Path) -> None:
     with start(agent, script) as launcher:
         worker = holder(launcher, script.parent, 0)
-        joined = agent.heard(LauncherJoined)
+        joined = agent.wait_for_message(LauncherJoined)
         assert joined.generation == 0
-        agent.launcher().say(generation(joined.store, 4))
+        agent.launcher().send(generation(joined.store, 4))
         launcher.eventually(lambda: "generation 4" in launcher.err, "generation 4")
         agent.stop()
         os.kill(worker, signal.SIGKILL)
         holder(launcher, script.parent, 0, not_in=(worker,))
         agent.start()
-        again = agent.heard(LauncherJoined)
+        again = agent.wait_for_message(LauncherJoined)
         assert (again.generation, again.launcher, again.store) == (4, joined.launcher, joined.store)
-        assert agent.heard(RankExited).pid == worker
-
-
-def test_launcher_leaves_after_exhausted_restarts(agent: FakeAgent, script: Path) -> None:
-    with start(agent, script, "--max-restarts", "0") as launcher:
-        worker = holder(launcher, script.parent, 0)
-        joined = agent.heard(LauncherJoined)
-        agent.launcher().say(generation(joined.store, 1))
-        os.kill(worker, signal.SIGKILL)
-        assert agent.heard(RankExited).has_replacement is False
-        agent.launcher().say(generation("127.0.0.1:1", 2, nodes=("n2",)))
-        assert launcher.wait() == 1
-        assert "local rank 0 died 1 times" in launcher.err
-
-
-def test_store_host_restarts_at_the_same_address(agent: FakeAgent, script: Path) -> None:
-    import torch.distributed as dist
-
-    with start(agent, script) as launcher:
-        host, port = split_address(agent.heard(LauncherJoined).store)
-        dist.TCPStore(host, port, is_master=False).set("k", "v")
-        first = launcher.child_named("everstep-store")
-        os.kill(first, signal.SIGKILL)
-        launcher.eventually(lambda: launcher.child_named("everstep-store") != first, "a new store host")
-        assert dist.TCPStore(host, port, is_master=False).check(["k"]) is False
-
-
-def test_lost_fork_server_restarts_with_its_workers(agent: FakeAgent, script: Path) -> None:
-    with start(agent, script) as launcher:
-        before = tuple(holder(launcher, script.parent, n) for n in range(2))
-        os.kill(launcher.child_named("everstep-forks"), signal.SIGKILL)
-        after = [holder(launcher, script.parent, n, not_in=before) for n in range(2)]
-        assert all(map(is_running, after))
-        assert not any(map(is_running, before))
-        assert {agent.heard(RankExited, lambda m, n=n: m.local_rank == n).pid for n in range(2)} == set(before)
+        assert agent.wait_for_message(RankExited).pid == worker
 
 
 IMPORTED = """
@@ -292,8 +221,10 @@ while (HERE / "held").exists():
 
 @pytest.mark.promise("fork-server")
 def test_fork_server_is_replaced_from_its_zygote(agent: FakeAgent, script: Path) -> None:
-    """Everything is imported once: the zygote outlives the fork servers. A zygote that dies, also during its imports,
-    is replaced with them."""
+    """The zygote imports everything once, and outlives the fork servers.
+
+    A zygote that dies, even during its imports, is replaced together with its fork server.
+    """
     (script.parent / "slow_import.py").write_text(IMPORTED)
     held = script.parent / "held"
 
@@ -316,20 +247,8 @@ def test_fork_server_is_replaced_from_its_zygote(agent: FakeAgent, script: Path)
         third = [holder(launcher, script.parent, n, not_in=(*first, *second)) for n in range(2)]
         assert all(map(is_running, third))
         assert launcher.child_named("everstep-zygote") not in (zygote, importing)
-        below = launcher.descendants()
-    launcher.eventually(lambda: not any(map(is_running, below)), "the end of all")
-
-
-def test_fork_server_killed_in_its_first_imports_is_replaced(agent: FakeAgent, script: Path) -> None:
-    (script.parent / "slow_import.py").write_text(IMPORTED)
-    held = script.parent / "held"
-    held.touch()
-    with start(agent, script, "--preload", "slow_import", PYTHONPATH=f"{ROOT}:{script.parent}") as launcher:
-        launcher.eventually(lambda: any(script.parent.glob("imports-*")), "the imports")
-        (imports,) = script.parent.glob("imports-*")
-        os.kill(int(imports.name.rpartition("-")[2]), signal.SIGKILL)
-        held.unlink()
-        assert all(is_running(holder(launcher, script.parent, n)) for n in range(2))
+        descendants = launcher.descendants()
+    launcher.eventually(lambda: not any(map(is_running, descendants)), "the end of all")
 
 
 def test_fork_server_that_cannot_import_ends_the_launcher(agent: FakeAgent, script: Path) -> None:
@@ -344,8 +263,8 @@ def test_output_goes_to_files_and_tee_shows_the_rank(agent: FakeAgent, script: P
     script.write_text(HOOKED + "print('hello from', local_rank)\n")
     with start(agent, script, "--log-dir", str(script.parent / "logs"), "--tee", "3", "--standbys", "0") as launcher:
         holder(launcher, script.parent, 0)
-        agent.launcher().say(generation(agent.heard(LauncherJoined).store, 1))
-        agent.launcher().say(StopJob(job="j", ok=True, reason="finished"))
+        agent.launcher().send(generation(agent.wait_for_message(LauncherJoined).store, 1))
+        agent.launcher().send(StopJob(job="j", ok=True, reason="finished"))
         launcher.eventually(lambda: "generation 1" in launcher.err, "generation 1")
         (script.parent / "finish").touch()
         assert launcher.wait() == 0
@@ -354,8 +273,10 @@ def test_output_goes_to_files_and_tee_shows_the_rank(agent: FakeAgent, script: P
 
 
 def test_plain_script_gets_torchrun_environment(short_path: Path) -> None:
-    """Also where the current directory has modules of the names that launcher and script import, and PYTHONPATH has
-    modules of the names that Everstep's packages once had."""
+    """The current directory has modules named like imports of the launcher and the script; they must not be imported.
+
+    PYTHONPATH has modules with former names of Everstep's packages.
+    """
     for name in ("numpy", "torch", "xxhash", "own/agent", "own/controller", "own/trainer_hooks"):
         (module := short_path / f"{name}.py").parent.mkdir(exist_ok=True)
         module.write_text("raise SystemExit('shadowed')")
@@ -368,15 +289,15 @@ def test_plain_script_gets_torchrun_environment(short_path: Path) -> None:
         "total = torch.tensor([dist.get_rank() + 1.0])\n"
         "dist.all_reduce(total)\n"
         "line = f'{dist.get_rank()} of {dist.get_world_size()}: {total.item()} {sys.argv[1:]} {beside.NAME}'\n"
-        "os.write(1, f'{line} {__name__}{chr(10)}'.encode())\n"  # whole, whatever the other rank writes meanwhile
+        "os.write(1, f'{line} {__name__}{chr(10)}'.encode())\n"  # one write, so that no other output splits it
         "dist.destroy_process_group()\n"
     )
     argv = ["--nproc-per-node", "2", "--standbys", "0", "--state-dir", str(short_path / "state")]
     path = str(short_path / "own")
     with launched(short_path, *argv, "scripts/plain.py", "--x", warm=False, PYTHONPATH=path) as launcher:
         assert launcher.wait() == 0, launcher.err
-        said = "of 2: 3.0 ['--x'] beside the script __main__"
-        assert sorted(launcher.out.splitlines()) == [f"0 {said}", f"1 {said}"]
+        line_end = "of 2: 3.0 ['--x'] beside the script __main__"
+        assert sorted(launcher.out.splitlines()) == [f"0 {line_end}", f"1 {line_end}"]
         assert "2 ranks, OMP_NUM_THREADS=1; to watch: everstep open plain-" in launcher.err
 
 
@@ -425,9 +346,11 @@ def test_unmodified_torchrun_script_restarts_after_a_kill(short_path: Path) -> N
         assert launcher.wait() == 0, launcher.err
     assert len(list(short_path.glob("finished-*"))) == 3
     assert {done > 0 for _, done in started(1).values()} == {True}
-    assert (
-        "ended with SIGKILL before the script called everstep.main; all ranks of this node start again" in launcher.err
+    # a rank whose collective fails may be seen before the killed one
+    ended = (
+        r"ended with (SIGKILL|exit status 1) before the script called everstep.main; all ranks of this node start again"
     )
+    assert re.search(ended, launcher.err)
 
 
 def test_launcher_shows_script_exception_and_exit_status(agent: FakeAgent, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a person sees of a run: few lines at the start, none inside a progress bar, none after the receipt."""
+"""The terminal output of a run: few lines at the start, none inside a progress bar, none after the receipt."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
+from everstep.host.processes import read_processes
 from everstep.layout.kept_output import kept_outputs, last_lines
-from everstep.processes import read_processes
-from tests.support.launched import DEADLINE_S, LAUNCH, PATIENT, ROOT, launched
+from tests.support.processes.launcher import DEADLINE_S, LAUNCH, ROOT, SLOW_RANKS, launched
 
 pytestmark = pytest.mark.slow
 
@@ -130,7 +130,7 @@ def terminal(folder: Path, *argv: str) -> Iterator[Terminal]:
 
 def test_run_in_a_pipe_begins_with_two_lines_of_its_own(folder: Path) -> None:
     argv = ["--nproc-per-node", "2", "--state-dir", "state", "train.py", "40"]
-    with launched(folder, *argv, EVERSTEP_LAUNCH_VERBOSE="false", **PATIENT) as launcher:
+    with launched(folder, *argv, EVERSTEP_LAUNCH_VERBOSE="false", **SLOW_RANKS) as launcher:  # type: ignore[arg-type]
         assert launcher.wait() == 0
     own = [line for line in launcher.err.splitlines() if line.startswith(("everstep-launch: ", "everstep: "))]
     receipt = next(number for number, line in enumerate(own) if " finished at step 40: " in line)
@@ -143,9 +143,9 @@ def test_run_in_a_pipe_begins_with_two_lines_of_its_own(folder: Path) -> None:
     (kept,) = kept_outputs(folder / "state")
     texts = [line.text for line in last_lines([("0", kept.files()[0])], 100)]
     assert "first line of the script" in texts
-    told = [line.text for line in last_lines([("", kept.path / "launcher.log")], 100)]
-    assert any("generation 1, 2 ranks" in line for line in told)
-    assert any("[rank 0] everstep: audits (light): all modules with parameters are checked" in line for line in told)
+    lines = [line.text for line in last_lines([("", kept.path / "launcher.log")], 100)]
+    assert any("generation 1, 2 ranks" in line for line in lines)
+    assert any("[rank 0] everstep: audits (light): all modules with parameters are checked" in line for line in lines)
 
 
 @pytest.mark.parametrize("times", [1, 2])
@@ -174,9 +174,9 @@ def test_nothing_follows_the_receipt_at_ctrl_c(folder: Path, times: int) -> None
 def titles_below(pid: int) -> list[str]:
     processes = read_processes()
     found = [pid]
-    for one in found:
-        found += [process.pid for process in processes.values() if process.parent == one]
-    return [" ".join(processes[one].arguments).rstrip("\0") for one in found if one in processes]
+    for ancestor in found:
+        found += [process.pid for process in processes.values() if process.parent == ancestor]
+    return [" ".join(processes[process_id].arguments).rstrip("\0") for process_id in found if process_id in processes]
 
 
 def test_launcher_without_stdout_runs_its_script(short_path: Path) -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from everstep.ids import Version
 from examples.demo.world import wait_for
-from tests.support.sharded_job import DEADLINE_S, NODES, ShardedJob
-from tests.support.warm_launcher import WarmWorld
+from tests.integration.sharded_job import DEADLINE_S, NODES, ShardedJob
+from tests.support.processes.warm_programs import WarmWorld
 
 pytestmark = pytest.mark.slow
 
@@ -37,5 +37,5 @@ def test_parity_restores_after_loss_of_node_and_replica(tmp_path: Path) -> None:
 
 
 def _kept(job: ShardedJob) -> list[Version]:
-    """By parity, the newest first."""
-    return [one.version for one in job.versions() if one.storage_tier == "parity" and one.state == "complete"]
+    """Return the complete versions stored as parity, the newest first."""
+    return [copy.version for copy in job.versions() if copy.storage_tier == "parity" and copy.state == "complete"]

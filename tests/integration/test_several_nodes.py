@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from bench.peers.run import free_port
-from tests.support import step_log
-from tests.support.launched import Launched, launched
-from tests.support.processes import is_running
+from tests.integration import step_log
+from tests.support.processes.launcher import LauncherProcess, launched
+from tests.support.processes.process_table import is_running
 
 pytestmark = pytest.mark.slow
 
@@ -54,7 +54,7 @@ class TwoNodes:
         self.folder = folder
         self.endpoint = f"127.0.0.1:{free_port()}"
 
-    def launch(self, node: int, *flags: str, namespace: str = "") -> AbstractContextManager[Launched]:
+    def launch(self, node: int, *flags: str, namespace: str = "") -> AbstractContextManager[LauncherProcess]:
         directory = self.folder / f"node{node}"
         directory.mkdir(exist_ok=True)
         argv = ["--nnodes", "2", "--rdzv-endpoint", self.endpoint, "--job", "two", "--hang-threshold-s", "120"]
@@ -62,7 +62,7 @@ class TwoNodes:
         return launched(directory, *argv, str(self.folder / "train.py"), namespace=namespace)
 
     @contextmanager
-    def launch_first(self, *flags: str) -> Iterator[Launched]:
+    def launch_first(self, *flags: str) -> Iterator[LauncherProcess]:
         """The launcher of node 0, once it is the first node; else the other could have the endpoint before it."""
         with self.launch(0, *flags) as first:
             first.eventually(lambda: "this is the first node of job two" in first.err, "the first node")
@@ -72,7 +72,7 @@ class TwoNodes:
         """(rank, restart count, step, pid) of every step that any rank made."""
         return [(rank, restarts, step, pid) for rank, restarts, step, pid in step_log.rows(self.folder)]
 
-    def pid_at(self, launcher: Launched, rank: int, step: int) -> int:
+    def pid_at(self, launcher: LauncherProcess, rank: int, step: int) -> int:
         """The newest process of ``rank`` once it has passed ``step``."""
 
         def there() -> int | None:

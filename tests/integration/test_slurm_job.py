@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import slurm, step_log
-from tests.support.processes import command_line, is_running, state_and_parent
-from tests.support.waiting import until
+from tests.integration import step_log
+from tests.support.processes.process_table import command_line, is_running, state_and_parent
+from tests.support.processes.waiting import until
+from tests.support.services import slurm
 
 pytestmark = pytest.mark.slow
 
@@ -68,10 +69,10 @@ class SlurmJob:
         path = self.folder / f"everstep-{self.number}.out"
         return path.read_text() if path.exists() else "(no output)"
 
-    def eventually(self, condition: Callable[[], object], what: str, every_s: float = 0.05) -> None:
+    def eventually(self, condition: Callable[[], object], expected: str, every_s: float = 0.05) -> None:
         deadline = time.perf_counter() + DEADLINE_S
         while not condition():
-            assert time.perf_counter() < deadline, f"never: {what}\n{self.output}\n{self.cluster.logs()}"
+            assert time.perf_counter() < deadline, f"never: {expected}\n{self.output}\n{self.cluster.logs()}"
             time.sleep(every_s)
 
     def rows(self) -> list[tuple[int, int, int]]:
@@ -105,7 +106,7 @@ class SlurmJob:
     def wait_for_end(self) -> str:
         """The job's last state, once Slurm has its nodes back."""
         running = ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "")
-        self.eventually(lambda: self.state not in running, "the job's end", slurm.LOOK_S)
+        self.eventually(lambda: self.state not in running, "the job's end", slurm.POLL_S)
         self.cluster.wait_for("IDLE")
         return self.state
 
@@ -203,7 +204,7 @@ def environment_of(pid: int) -> list[bytes]:
 @pytest.mark.nightly
 def test_requeued_job_starts_from_its_checkpoints(cluster: slurm.Cluster, short_path: Path) -> None:
     variables = {"CHECKPOINTS": str(short_path / "stored"), "EVERSTEP_LAUNCH_SPILL_EVERY": "5", "GATE": "150"}
-    with contextlib.closing(SlurmJob(cluster, short_path, **variables)) as job:
+    with contextlib.closing(SlurmJob(cluster, short_path, **variables)) as job:  # type: ignore[arg-type]
         job.eventually(lambda: list(short_path.glob("stored/everstep-*/step-*/.metadata")), "a checkpoint on storage")
         before = len(job.rows())
         cluster.scontrol("requeue", job.number)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launched import ROOT
+from tests.support.processes.launcher import ROOT
 
 pytestmark = pytest.mark.slow
 

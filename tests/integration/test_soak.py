@@ -1,4 +1,4 @@
-"""A soak: random faults while a job trains, and everything that must hold afterwards (see ``bench/soak``)."""
+"""A soak: random faults while a job trains, and everything that must hold afterwards (see ``soak/__init__.py``)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,17 @@ pytestmark = [pytest.mark.slow, pytest.mark.nightly]  # test_exactness.py is the
 @pytest.mark.promise("soak")
 @pytest.mark.timeout(900)
 def test_soak_job_survives_random_faults_exactly(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bench.soak", "--seconds", str(FAULTS_S), "--seed", str(SEED), "--pace", "0.1"]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.integration.soak",
+        "--seconds",
+        str(FAULTS_S),
+        "--seed",
+        str(SEED),
+        "--pace",
+        "0.1",
+    ]
     soak = subprocess.Popen(
         [*command, "--out", str(tmp_path)],
         cwd=ROOT,
@@ -31,12 +41,12 @@ def test_soak_job_survives_random_faults_exactly(tmp_path: Path) -> None:
         start_new_session=True,
     )
     try:
-        told, _ = soak.communicate(timeout=880)
+        output, _ = soak.communicate(timeout=880)
     finally:
         for pid in reversed(descendants(soak.pid)):
             if Path(f"/proc/{pid}").exists():
                 os.kill(pid, signal.SIGKILL)
         soak.wait()
     story = (tmp_path / "story.txt").read_text()
-    assert soak.returncode == 0, f"{told}\n{story}"
+    assert soak.returncode == 0, f"{output}\n{story}"
     assert len(story.splitlines()) >= 3

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 
 from everstep.errors import NotRestorable
@@ -19,10 +18,11 @@ from everstep.layout.object_storage import filesystem_of
 from everstep.layout.slots import slot_bytes_for
 from everstep.layout.stored_checkpoints import folder_name
 from everstep.wire.v1 import local
-from tests.support.forked import ForkPool
-from tests.support.object_store import ObjectServer, object_server
-from tests.support.spilling import fill_slots, start_alone
-from tests.support.vaults import DEADLINE_S, JOB, RankMemory, Vaults, map_segment, vaults
+from everstep_trainer.state.tracked_state import TrackedState
+from tests.support.processes.fork_pool import ForkPool
+from tests.support.services.object_store import ObjectServer, object_server
+from tests.support.vaults.sealed_slots import fill_slots, load_checkpoint_alone
+from tests.support.vaults.vault_process import DEADLINE_S, JOB, RankMemory, Vaults, map_segment, vaults
 
 pytestmark = pytest.mark.slow
 
@@ -70,8 +70,15 @@ class Job:
                 ranks[source.rank].fill(slot, version, payload, manifest)
 
     def post(self, version: Version) -> int:
-        said = {"job": JOB, "generation": 1, "version": version, "url": URL, "writers": {"n1": (0, 1)}, "keep_last": 2}
-        return self.vaults.supervisors["n1"].post(local.Spill, **said)
+        request = {
+            "job": JOB,
+            "generation": 1,
+            "version": version,
+            "url": URL,
+            "writers": {"n1": (0, 1)},
+            "keep_last": 2,
+        }
+        return self.vaults.supervisors["n1"].post(local.Spill, **request)
 
     def spill(self, version: Version) -> local.Spilled:
         answer = self.vaults.supervisors["n1"].wait(self.post(version))
@@ -81,7 +88,7 @@ class Job:
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[ObjectServer]:
-    """Known to everybody by the environment, as users say it."""
+    """An object store whose address is in the environment, as users configure it."""
     with object_server() as server:
         monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
         monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
@@ -102,7 +109,7 @@ def whole(server: ObjectServer) -> list[Version]:
 
 
 def elsewhere(code: str, *arguments: str) -> str:
-    """What a process prints that has never heard of Everstep."""
+    """Return the output of a process that does not use Everstep."""
     clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-W", "ignore", "-c", code, *arguments]
     done = subprocess.run(command, cwd="/", env=clean, capture_output=True, text=True, timeout=120, check=False)
@@ -114,7 +121,7 @@ def started_from(url: str) -> tuple[int, set[float]]:
     """The step and the weights that a rank begins with, which wants the whole model; the last ones it had."""
     model = Model(0.0)
     objects = {"model": model}
-    step = start_alone(url, objects, TrackedState(objects))
+    step = load_checkpoint_alone(url, objects, TrackedState(objects))
     return step, {value for parameter in model.parameters() for value in parameter.unique().tolist()}
 
 
@@ -126,7 +133,7 @@ def test_object_store_checkpoints_are_whole_or_absent(
     first, second, third = VERSIONS
     held, killed = threading.Event(), threading.Event()
 
-    def asked(what: str, name: str) -> None:
+    def delay_part(method: str, name: str) -> None:
         if name == key(second, "__1_0.distcp") and not killed.is_set():
             held.set()  # a part of it has arrived
             killed.wait(DEADLINE_S)
@@ -136,7 +143,7 @@ def test_object_store_checkpoints_are_whole_or_absent(
         with pytest.raises(NotRestorable):
             started_from(URL)
         assert job.spill(first).complete
-        server.asked = asked
+        server.on_change = delay_part
         job.post(second)
         assert held.wait(DEADLINE_S)
         assert whole(server) == [first]

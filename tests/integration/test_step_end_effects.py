@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.launched import launched
+from tests.support.processes.launcher import launched
 
 pytestmark = pytest.mark.slow
 

@@ -22,10 +22,10 @@ import pytest
 import yaml
 
 from everstep.bearer_tokens import TokenRole, mint
-from tests.support import step_log
-from tests.support.controllers import PATIENT, SECRET, ControllerProcess
-from tests.support.processes import is_running
-from tests.support.waiting import until
+from tests.integration import step_log
+from tests.support.fleet.controllers import LONG_SILENCES, SECRET, ControllerProcess
+from tests.support.processes.process_table import is_running
+from tests.support.processes.waiting import until
 
 ROOT = Path(__file__).parents[2]
 UNSHARE = ["unshare", *([] if os.geteuid() == 0 else ["--user", "--map-root-user"]), "--mount"]
@@ -135,9 +135,9 @@ class Node:
         self._start("agent", [], [*command, "--segment-dir=/dev/shm/everstep/n1"])
         ready = until((self.base / "run" / "agent.json").exists, "the agent is ready")
         assert ready, self.log("agent")
-        said: dict[str, int] = msgspec.json.decode((self.base / "run" / "agent.json").read_bytes())
-        self.pids |= {said["pid"], said["vault_pid"], said["sensor_pid"]}
-        return said
+        ready_file: dict[str, int] = msgspec.json.decode((self.base / "run" / "agent.json").read_bytes())
+        self.pids |= {ready_file["pid"], ready_file["vault_pid"], ready_file["sensor_pid"]}
+        return ready_file
 
     def start_trainer(self) -> subprocess.Popen[bytes]:
         """Starts the example's command line, with two ranks on processors and a script of this test."""
@@ -178,9 +178,9 @@ class Node:
             if is_running(pid):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-        for one in self.started:
-            one.kill()
-            one.wait()
+        for process in self.started:
+            process.kill()
+            process.wait()
 
 
 @pytest.fixture
@@ -188,7 +188,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
     base = Path(tempfile.mkdtemp(prefix="ev-pod-", dir="/var/tmp"))
     memory = Path(tempfile.mkdtemp(prefix="ev-pod-", dir="/dev/shm"))
     settings = tmp_path / "settings.toml"
-    settings.write_text(f"[policy]\n{PATIENT}")
+    settings.write_text(f"{LONG_SILENCES}")
     controller = ControllerProcess(tmp_path, arguments=("--settings", str(settings))).start()
     node = Node(base, memory, controller)
     try:

@@ -7,12 +7,7 @@ from what was committed last.
 
 from __future__ import annotations
 
-import msgspec
 import pytest
-from everstep_controller.core.effects import Effect, PutVersion
-from everstep_controller.core.engine import HeartbeatResult
-from everstep_controller.core.events import DatabaseAvailabilityChanged, OperatorAction
-from everstep_controller.core.policy import CorePolicy
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
@@ -22,12 +17,16 @@ from everstep.ids import Version
 from everstep.vocabulary import JobState
 from everstep.wire.v1.directives import VersionNotice
 from everstep.wire.v1.training import RestoreRule
-from tests.support.core_fleet import CoreFleet, generations, sent
-from tests.support.examples import examples
+from everstep_controller.core.effects import Effect, PutVersion
+from everstep_controller.core.engine import HeartbeatResult
+from everstep_controller.core.events import DatabaseAvailabilityChanged, OperatorAction
+from everstep_controller.core.policy import CorePolicy
+from tests.support.fleet.core_fleet import CoreFleet, generations, sent
+from tests.support.plugins.example_counts import examples
 
 RANKS = 3
 NODES = [f"n{number + 1}" for number in range(RANKS + 1)]
-POLICY = msgspec.structs.replace(CorePolicy.lab_preset(), rank_flap_count=1000, version_window=1000)
+POLICY = CorePolicy.lab_preset().with_values(regroups={"rank_flap_count": 1000}, checkpoints={"version_window": 1000})
 FIRST = "first"
 """No candidate was announced in this generation yet: its first version is one."""
 step = st.integers(1, 30)
@@ -48,8 +47,6 @@ class Checkpoints(RuleBasedStateMachine):
         self.settled = 0
         self.number = self.fleet.spec().number
 
-    # --- what happens ----------------------------------------------------------------------------------------
-
     @rule(
         at=step, rank=st.integers(0, RANKS - 1), safe=st.booleans() | st.just(True), kept=st.just(True) | st.booleans()
     )
@@ -65,8 +62,8 @@ class Checkpoints(RuleBasedStateMachine):
     @rule(at=step, lacking=lacking)
     def seal_everywhere(self, at: int, lacking: tuple[int, str]) -> None:
         for rank in range(RANKS):
-            what = lacking[1] if rank == lacking[0] else ""
-            self.seal(at, rank, what != "copies", what != "room")
+            digest = lacking[1] if rank == lacking[0] else ""
+            self.seal(at, rank, digest != "copies", digest != "room")
 
     @rule(lacking=lacking)
     def seal_candidate(self, lacking: tuple[int, str]) -> None:
@@ -115,8 +112,6 @@ class Checkpoints(RuleBasedStateMachine):
         self.away = away
         self.look(self.fleet.feed, DatabaseAvailabilityChanged(is_unavailable=away, reason="disk full"))
 
-    # --- the model -------------------------------------------------------------------------------------------
-
     def expect(self, at: int, rank: int, good: bool, world: int) -> Version | None:
         """The version that this word is the last one for, and that is to be committed by it."""
         if at <= self.settled:
@@ -133,7 +128,7 @@ class Checkpoints(RuleBasedStateMachine):
         return self.committed
 
     def look(self, act: object, *args: object, **more: object) -> list[Effect]:
-        """Does it, and takes from the effects what was announced, and which generation runs."""
+        """Run the action, and take the announced versions and the running generation from its effects."""
         before = len(self.fleet.effects)
         act(*args, **more)  # type: ignore[operator]
         effects = self.fleet.effects[before:]

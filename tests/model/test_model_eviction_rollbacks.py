@@ -1,46 +1,38 @@
-"""What evictions leave behind, against a list of them: an eviction that is taken back was never there.
+"""Compare budgets, eviction counts and offender scores with a list of evictions, from which rollbacks are removed.
 
-Nodes fall ill of a few things and get well, time passes, the controller is restarted. The model writes down every
-verdict, strikes out an eviction or a relapse when its node is acquitted, and adds up from what is left: the places in
-the budget, the evictions of each node, its score of offences. Whoever is of an outbreak is not out for it.
+Findings come and go on a few nodes, time passes, and the controller restarts. The model lists every verdict and removes
+an eviction or a relapse when the controller rolls it back. Budget, evictions per node and offender scores must match
+the list. No node may stay evicted for an outbreak alone.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import msgspec
 import pytest
-from everstep_controller.core.effects import Audit, PutVerdict
-from everstep_controller.core.health.eviction import eviction_scopes
-from everstep_controller.core.health.offences import offender_score
-from everstep_controller.core.policy import CorePolicy
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from everstep.vocabulary import Action, Decision, Finding, NodeState
-from tests.support.core_fleet import CoreFleet
-from tests.support.examples import examples
-from tests.support.findings import xid
+from everstep_controller.core.effects import AppendToEventLog, PutVerdict
+from everstep_controller.core.health.eviction import eviction_scopes
+from everstep_controller.core.health.offences import offender_score
+from everstep_controller.core.policy import CorePolicy
+from tests.support.fleet.core_fleet import CoreFleet
+from tests.support.fleet.findings import xid
+from tests.support.plugins.example_counts import examples
 
 NODES = [f"n{number}" for number in range(5)]
 ILLS = [xid(79), xid(119, Action.RESET_GPU), xid(120, Action.DRAIN)]
 WINDOW_S = 120.0
-"""Of the shipped rules: in which an eviction is taken back."""
+"""Seconds within which the shipped rules roll an eviction back."""
 HALF_LIFE_S = 200.0
-POLICY = msgspec.structs.replace(
-    CorePolicy.lab_preset(),
-    eviction_count=1000,
-    eviction_rack_count=1000,
-    eviction_job_count=1000,
-    eviction_window_s=1e6,
-    probe_required=False,
-    probation_heartbeats=2,
-    quarantine_min_s=1.0,
-    offender_wait_s=0.0,
-    offender_repair_score=1e9,
-    offender_half_life_s=HALF_LIFE_S,
+POLICY = CorePolicy.lab_preset().with_values(
+    budget={"count": 1000, "rack_count": 1000, "job_count": 1000, "window_s": 1e6},
+    probes={"required": False},
+    readmission={"probation_heartbeats": 2, "quarantine_min_s": 1.0},
+    offenders={"wait_s": 0.0, "repair_score": 1e9, "half_life_s": HALF_LIFE_S},
 )
 node = st.sampled_from(NODES)
 ill = st.sampled_from(ILLS)
@@ -53,7 +45,7 @@ class _Offence:
     eviction: bool
 
 
-class Acquittals(RuleBasedStateMachine):
+class EvictionRollbacks(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.fleet = CoreFleet(POLICY)
@@ -61,25 +53,23 @@ class Acquittals(RuleBasedStateMachine):
         self.offences: list[_Offence] = []
         self.seen = 0
 
-    # --- what happens ----------------------------------------------------------------------------------------------
-
-    @rule(names=st.lists(node, min_size=1, max_size=4, unique=True), what=ill, apart_s=st.sampled_from([0.0, 9.0]))
-    def fall_ill(self, names: list[str], what: Finding, apart_s: float = 0.0) -> None:
+    @rule(names=st.lists(node, min_size=1, max_size=4, unique=True), finding=ill, apart_s=st.sampled_from([0.0, 9.0]))
+    def fall_ill(self, names: list[str], finding: Finding, apart_s: float = 0.0) -> None:
         for name in names:
-            self.fleet.raise_finding(name, what)
+            self.fleet.raise_finding(name, finding)
             self.write_down()
             self.wait(apart_s)
 
-    @rule(name=node, what=ill)
-    def get_well(self, name: str, what: Finding) -> None:
-        self.fleet.clear_finding(name, what.key)
+    @rule(name=node, finding=ill)
+    def get_well(self, name: str, finding: Finding) -> None:
+        self.fleet.clear_finding(name, finding.key)
         self.write_down()
 
     @rule()
     def all_get_well(self) -> None:
         for name in NODES:
-            for what in ILLS:
-                self.fleet.clear_finding(name, what.key)
+            for finding in ILLS:
+                self.fleet.clear_finding(name, finding.key)
         self.write_down()
 
     @rule(seconds=st.sampled_from([1.0, 6.0, 30.0]))
@@ -88,12 +78,12 @@ class Acquittals(RuleBasedStateMachine):
             self.fleet.advance(1.0, *NODES)
             self.write_down()
 
-    @rule(name=node, what=ill)
-    def be_ill_alone(self, name: str, what: Finding) -> None:
-        """An offence of its own, which stays."""
+    @rule(name=node, finding=ill)
+    def be_ill_alone(self, name: str, finding: Finding) -> None:
+        """Give a node an offence that is no outbreak and stays in its record."""
         self.all_get_well()
-        self.fall_ill([name], what)
-        self.get_well(name, what)
+        self.fall_ill([name], finding)
+        self.get_well(name, finding)
         self.wait(WINDOW_S + 1.0)
 
     @rule()
@@ -103,14 +93,13 @@ class Acquittals(RuleBasedStateMachine):
             self.fleet.beat(name, *self.fleet.state.nodes[name].health.agent_findings.values())
         self.write_down()
 
-    # --- the list --------------------------------------------------------------------------------------------------
-
     def write_down(self) -> None:
         for effect in self.fleet.effects[self.seen :]:
             if isinstance(effect, PutVerdict) and effect.verdict.decision in (Decision.EVICT, Decision.QUARANTINE):
                 evicted = effect.verdict.decision is Decision.EVICT
                 self.offences.append(_Offence(effect.verdict.node, effect.verdict.at, evicted))
-            elif isinstance(effect, Audit) and effect.entry.kind == "node.eviction_rolled_back":
+            elif isinstance(effect, AppendToEventLog) and effect.entry.kind == "node.eviction_rolled_back":
+                assert effect.entry.node is not None
                 its = self.of(effect.entry.node)
                 assert effect.entry.at - its[-1].at <= WINDOW_S
                 assert ("the eviction of" in effect.entry.sentence) == its[-1].eviction
@@ -118,41 +107,39 @@ class Acquittals(RuleBasedStateMachine):
         self.seen = len(self.fleet.effects)
 
     def of(self, name: str) -> list[_Offence]:
-        return [one for one in self.offences if one.node == name]
-
-    # --- what holds always -------------------------------------------------------------------------------------------
+        return [offence for offence in self.offences if offence.node == name]
 
     @invariant()
-    def what_counts_are_the_evictions_that_were_not_taken_back(self) -> None:
+    def budget_counts_evictions_without_rollbacks(self) -> None:
         assert eviction_scopes(self.fleet.state, self.fleet.now)[0].used == sum(
-            1 for one in self.offences if one.eviction
+            1 for offence in self.offences if offence.eviction
         )
         for name in NODES:
             assert self.fleet.state.nodes[name].history.eviction_times == [
-                one.at for one in self.of(name) if one.eviction
+                offence.at for offence in self.of(name) if offence.eviction
             ]
 
     @invariant()
-    def a_score_is_the_sum_of_offences_each_halved_with_time(self) -> None:
+    def score_is_the_sum_of_decayed_offences(self) -> None:
         for name in NODES:
-            total = sum(2.0 ** ((one.at - self.fleet.now) / HALF_LIFE_S) for one in self.of(name))
-            told = offender_score(self.fleet.state.nodes[name], self.fleet.now, HALF_LIFE_S)
-            assert abs(told - total) < 1e-6
+            total = sum(2.0 ** ((offence.at - self.fleet.now) / HALF_LIFE_S) for offence in self.of(name))
+            score = offender_score(self.fleet.state.nodes[name], self.fleet.now, HALF_LIFE_S)
+            assert abs(score - total) < 1e-6
 
     @invariant()
-    def nobody_is_out_for_an_outbreak_alone(self) -> None:
-        for what in ILLS:
-            name = f"{what.kind}/{what.xid}"
+    def no_node_is_out_for_an_outbreak_alone(self) -> None:
+        for finding in ILLS:
+            name = f"{finding.kind}/{finding.xid}"
             lately = [at for at in self.fleet.state.sightings.get(name, {}).values() if at >= self.fleet.now - WINDOW_S]
             of_all = self.fleet.state.sightings[name] if 2 * len(lately) > len(NODES) else {}
             for other in (*of_all, *self.fleet.state.outbreaks.get(name, {})):
-                offences = [one.at for one in self.of(other)]
+                offences = [offence.at for offence in self.of(other)]
                 if offences and self.fleet.now - offences[-1] < WINDOW_S:
                     record = self.fleet.state.nodes[other]
-                    assert record.state is not NodeState.QUARANTINED or record.quarantine.causes != [what.key]
+                    assert record.state is not NodeState.QUARANTINED or record.quarantine.causes != [finding.key]
 
 
 @pytest.mark.promise("outbreaks")
 def test_eviction_rollback_matches_recount_of_evictions() -> None:
     most = settings(max_examples=examples(15), stateful_step_count=15, suppress_health_check=[HealthCheck.too_slow])
-    run_state_machine_as_test(Acquittals, settings=most)
+    run_state_machine_as_test(EvictionRollbacks, settings=most)

@@ -1,8 +1,8 @@
-"""The queue before the loop against a dumb one: a list in the order of arrival, gone through anew at each question.
+"""Compare the intake queue of the controller's loop with a plain list in the order of arrival.
 
-What the list knows: what a node said is never reordered; the next group is the oldest of what is urgent and the oldest
-of what is routine, which keeps a share of the places; whoever has no place is refused, the routine first. Nothing is
-lost: each stimulus is taken once, or refused once.
+The list keeps these rules: messages of one node keep their order; the next group holds the oldest urgent and the oldest
+routine messages, with a share for the routine ones; a full queue refuses messages, routine ones first. Each message is
+taken once or refused once.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ import asyncio
 from dataclasses import dataclass
 
 import pytest
-from everstep_controller.runtime.intake import ROUTINE_SHARE, Intake, PendingRequest, Urgency
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from everstep.errors import Unavailable
-from tests.support.examples import examples
+from everstep_controller.runtime.intake import ROUTINE_SHARE, Intake, PendingRequest, Urgency
+from tests.support.plugins.example_counts import examples
 
 SOURCES = "abc"
 
 
 @dataclass
-class _Said:
-    """``due``: its place among those that are urgent, by when it became so; None while it is routine."""
+class _Message:
+    """A message in the list. ``due``: its place among the urgent ones; None while it is routine."""
 
     number: int
     source: str
@@ -40,11 +40,9 @@ class Queues(RuleBasedStateMachine):
         self.intake: Intake[int] = Intake(limit, group, self.shed.append)
         self.said = self.turn = 0
         self.waiting: dict[int, PendingRequest[int]] = {}
-        self.list: list[_Said] = []
+        self.list: list[_Message] = []
         self.ended: list[int] = []
         self.taken: list[tuple[str, int]] = []
-
-    # --- what happens ----------------------------------------------------------------------------------------------
 
     @rule(source=st.sampled_from(SOURCES), urgency=st.sampled_from(Urgency))
     def say(self, source: str, urgency: Urgency) -> None:
@@ -59,10 +57,10 @@ class Queues(RuleBasedStateMachine):
             self.ended.append(self.said)
             return
         self._end_refused(refused)
-        urgent = urgency is Urgency.URGENT or any(one.source == source and one.due is not None for one in self.list)
+        urgent = urgency is Urgency.URGENT or any(m.source == source and m.due is not None for m in self.list)
         if urgent:
             self._hurried(source)
-        self.list.append(_Said(self.said, source, self._next_turn() if urgent else None))
+        self.list.append(_Message(self.said, source, self._next_turn() if urgent else None))
 
     @rule(source=st.sampled_from(SOURCES))
     def hurry(self, source: str) -> None:
@@ -71,57 +69,53 @@ class Queues(RuleBasedStateMachine):
 
     @rule()
     def take(self) -> None:
-        urgent = sorted((one for one in self.list if one.due is not None), key=lambda one: one.due or 0)
-        routine = [one for one in self.list if one.due is None]
+        urgent = sorted((m for m in self.list if m.due is not None), key=lambda m: m.due or 0)
+        routine = [message for message in self.list if message.due is None]
         kept = min(len(routine), max(self.group // ROUTINE_SHARE, self.group - len(urgent)))
         expected = urgent[: self.group - kept] + routine[:kept]
         found = [waiting.stimulus for waiting in self.intake.take()]
-        assert found == [one.number for one in expected]
-        self.list = [one for one in self.list if one not in expected]
+        assert found == [message.number for message in expected]
+        self.list = [message for message in self.list if message not in expected]
         self.ended += found
-        self.taken += [(one.source, one.number) for one in expected]
+        self.taken += [(message.source, message.number) for message in expected]
 
     @rule()
     def refuse_all(self) -> None:
         self.intake.refuse_all(Unavailable("over"))
-        assert all(self.waiting[one.number].future.done() for one in self.list)
-        self.ended += [one.number for one in self.list]
+        assert all(self.waiting[message.number].future.done() for message in self.list)
+        self.ended += [message.number for message in self.list]
         self.list = []
-
-    # --- the list ---------------------------------------------------------------------------------------------------
 
     def _next_turn(self) -> int:
         self.turn += 1
         return self.turn
 
     def _hurried(self, source: str) -> None:
-        """All that the source said and that waits is urgent from now on."""
-        for one in self.list:
-            if one.source == source and one.due is None:
-                one.due = self._next_turn()
+        """Make all waiting messages of the source urgent."""
+        for message in self.list:
+            if message.source == source and message.due is None:
+                message.due = self._next_turn()
 
     def _expect_refused(self, urgency: Urgency) -> int:
-        """Who is to be refused when one more comes; 0: nobody."""
+        """Return the number of the message to refuse when another one comes, or 0 for none."""
         if len(self.list) < self.limit:
             return 0
-        routine = [one.number for one in self.list if one.due is None]
+        routine = [message.number for message in self.list if message.due is None]
         return routine[0] if routine and urgency is Urgency.URGENT else self.said
 
     def _end_refused(self, number: int) -> None:
         if number:
             assert isinstance(self.waiting[number].future.exception(), Unavailable)
             self.ended.append(number)
-            self.list = [one for one in self.list if one.number != number]
-
-    # --- what holds always ------------------------------------------------------------------------------------------
+            self.list = [message for message in self.list if message.number != number]
 
     @invariant()
-    def as_many_wait_as_in_the_list(self) -> None:
+    def queue_is_as_long_as_the_list(self) -> None:
         assert len(self.intake) == len(self.list) <= self.limit
         assert (self.intake.next_due_in_s() is None) == (not self.list)
 
     @invariant()
-    def what_a_node_said_is_taken_in_the_order_in_which_it_was_said(self) -> None:
+    def messages_of_a_node_keep_their_order(self) -> None:
         for source in SOURCES:
             numbers = [number for other, number in self.taken if other == source]
             assert numbers == sorted(numbers)
@@ -131,7 +125,7 @@ class Queues(RuleBasedStateMachine):
             return
         while self.list:
             self.take()
-        assert sorted(self.ended) == list(range(1, self.said + 1)), "each is taken or refused once"
+        assert sorted(self.ended) == list(range(1, self.said + 1)), "each message is taken or refused once"
         self.loop.close()
 
 

@@ -1,21 +1,17 @@
-"""Membership against a dumb model: who offers itself to what, and rosters counted by hand.
+"""Compare rosters with a plain model: the nodes that offer themselves to each job, and sizes counted by hand.
 
-Nodes join, leave, fall silent, come back, are drained and readmitted; ranks die with and without a replacement; two
-jobs compete for the same nodes, one of them in blocks of two within a rack; the database goes away, the controller is
-restarted. Every roster is checked when it is opened; after quiet, both jobs have all they can have.
+Nodes join, leave, fall silent, return, are drained and readmitted. Ranks die with and without a replacement. Two jobs
+compete for the same nodes, one of them in blocks of two within a rack. The database goes away, and the controller
+restarts. Every roster is checked when it is made. After a quiet time both jobs have all nodes that they can have.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from itertools import chain, combinations
+from typing import Any
 
-import msgspec
 import pytest
-from everstep_controller.core.engine import HeartbeatResult
-from everstep_controller.core.events import ControllerStarted, DatabaseAvailabilityChanged, OperatorAction
-from everstep_controller.core.jobs.generations import NUMBERS_PER_EPOCH
-from everstep_controller.core.policy import CorePolicy
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
@@ -24,23 +20,25 @@ from everstep.errors import EverstepError
 from everstep.vocabulary import JobState, NodeState
 from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.training import GenerationSpec
-from tests.support.core_fleet import CoreFleet, generations
-from tests.support.examples import examples
+from everstep_controller.core.engine import HeartbeatResult
+from everstep_controller.core.events import ControllerStarted, DatabaseAvailabilityChanged, OperatorAction
+from everstep_controller.core.jobs.generations import NUMBERS_PER_EPOCH
+from everstep_controller.core.policy import CorePolicy
+from tests.support.fleet.core_fleet import CoreFleet, generations
+from tests.support.plugins.example_counts import examples
 
 NODES = [f"n{number}" for number in range(8)]
 RACK = {name: f"r{number % 3}" for number, name in enumerate(NODES)}
 BLOCKS, PLAIN = "blocks", "plain"
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     BLOCKS: {"min_nodes": 2, "max_nodes": 4, "block_nodes": 2, "block_within": "rack", "priority": 5},
     PLAIN: {"min_nodes": 1, "max_nodes": 5, "nproc_per_node": 2},
 }
-POLICY = msgspec.structs.replace(
-    CorePolicy.lab_preset(),
-    probe_required=False,
-    probation_heartbeats=1,
-    rank_flap_count=1000,
-    growth_interval_s=0.5,
-    preempt_after_s=1.0,
+POLICY = CorePolicy.lab_preset().with_values(
+    probes={"required": False},
+    readmission={"probation_heartbeats": 1},
+    regroups={"rank_flap_count": 1000},
+    jobs={"growth_interval_s": 0.5, "preempt_after_s": 1.0},
 )
 node = st.sampled_from(NODES)
 job = st.sampled_from([BLOCKS, PLAIN])
@@ -54,7 +52,7 @@ class Membership(RuleBasedStateMachine):
         self.away = False
         self.fleet.feed(ControllerStarted(epoch=self.epoch))
         self.offers: dict[str, dict[str, bool]] = {BLOCKS: {}, PLAIN: {}}
-        """By job the nodes that offer themselves, and whether their launcher can still replace a rank."""
+        """For each job the nodes that offer themselves, and whether their launcher can still replace a rank."""
         self.numbers: dict[str, int] = {}
         for name in NODES:
             self.fleet.register(name, domain=Domain(rack=RACK[name]))
@@ -64,8 +62,6 @@ class Membership(RuleBasedStateMachine):
         self.wait(1.1, set(NODES))
         for of in wanted:
             self.resume(of)
-
-    # --- what happens ----------------------------------------------------------------------------------------
 
     @rule(names=st.sets(node, min_size=1, max_size=4), to=job)
     def join(self, names: set[str], to: str) -> None:
@@ -84,7 +80,7 @@ class Membership(RuleBasedStateMachine):
 
     @rule(name=node)
     def hear(self, name: str) -> None:
-        self.look(self.fleet.hear, name)
+        self.look(self.fleet.mark_seen, name)
 
     @rule(name=node, kind=st.sampled_from([OperatorAction.DRAIN, OperatorAction.READMIT]))
     def order(self, name: str, kind: OperatorAction) -> None:
@@ -120,7 +116,7 @@ class Membership(RuleBasedStateMachine):
         self.look(self.fleet.advance, seconds, *sorted(beating))
 
     def beats(self, nodes: list[str]) -> None:
-        """A beat of each; who is asked for its findings sends them, as agents do."""
+        """Send a heartbeat of each node, and its findings if the controller asks for them."""
         for name in nodes:
             if self.fleet.touch(name) is HeartbeatResult.UNKNOWN:
                 self.look(self.fleet.beat, name)
@@ -139,7 +135,7 @@ class Membership(RuleBasedStateMachine):
 
     @rule()
     def quiet(self) -> None:
-        """All nodes beat and do as they are told, until nothing moves any more."""
+        """Let all nodes beat and resume until no roster changes any more."""
         self.store(False)
         for _ in range(12):
             self.beats(NODES)
@@ -149,14 +145,12 @@ class Membership(RuleBasedStateMachine):
                     self.look(self.fleet.resume, of, step=10)
         self.check_settled()
 
-    # --- what must be ----------------------------------------------------------------------------------------
-
     def running(self, of: str) -> GenerationSpec | None:
         record = self.fleet.state.jobs.get(of)
         return self.fleet.running(of) if record is not None and record.status.state is JobState.RUNNING else None
 
     def look(self, act: object, *args: object, **more: object) -> None:
-        """Does it, and checks every roster that was opened."""
+        """Call ``act``, and check every roster that it opens."""
         before = len(self.fleet.effects)
         act(*args, **more)  # type: ignore[operator]
         for spec in generations(self.fleet.effects[before:]):
@@ -164,26 +158,26 @@ class Membership(RuleBasedStateMachine):
 
     def check_roster(self, spec: GenerationSpec) -> None:
         seats, of = list(spec.seats), spec.job
-        assert spec.number > self.numbers.get(of, 0), "numbers rise"
-        assert not self.away or spec.number > self.epoch * NUMBERS_PER_EPOCH, "and are this controller's own"
+        assert spec.number > self.numbers.get(of, 0), "numbers of generations rise"
+        assert not self.away or spec.number > self.epoch * NUMBERS_PER_EPOCH, "numbers are from this epoch's block"
         self.numbers[of] = spec.number
         assert self.runs(of, seats), f"{of} cannot run on {seats}"
         assert len(seats) <= SHAPES[of]["max_nodes"]
         if of == BLOCKS:
-            assert all(RACK[one] == RACK[other] for one, other in zip(seats[::2], seats[1::2], strict=True))
+            assert all(RACK[first] == RACK[second] for first, second in zip(seats[::2], seats[1::2], strict=True))
 
     def runs(self, of: str, nodes: list[str]) -> bool:
         return self.most(of, nodes) >= int(SHAPES[of]["min_nodes"])
 
     @staticmethod
     def most(of: str, nodes: list[str]) -> int:
-        """Of these nodes, how many can compute in whole blocks."""
+        """Return how many of these nodes can compute in whole blocks."""
         if of == PLAIN:
             return min(len(nodes), 5)
         return min(sum(count // 2 * 2 for count in Counter(RACK[name] for name in nodes).values()), 4)
 
     def free(self, of: str) -> list[str]:
-        """Nodes that may compute for the job, now that all are quiet: its own, and those that compute for nobody."""
+        """Return the healthy nodes that may compute for the job: its own, and those without a job."""
         other = self.running(PLAIN if of == BLOCKS else BLOCKS)
         taken = other.seats if other is not None else ()
         healthy = [name for name in NODES if self.fleet.node_state(name) is NodeState.HEALTHY]
@@ -192,7 +186,9 @@ class Membership(RuleBasedStateMachine):
     def check_settled(self) -> None:
         blocks, plain = self.running(BLOCKS), self.running(PLAIN)
         for spec in (blocks, plain):
-            for name in spec.seats if spec is not None else ():
+            if spec is None:
+                continue
+            for name in spec.seats:
                 assert self.offers[spec.job].get(name), f"{name} computes for {spec.job} and does not offer itself"
         assert (len(blocks.seats) if blocks else 0) == self.enough(BLOCKS, self.free(BLOCKS))
         if blocks is None and plain is not None:
@@ -207,7 +203,7 @@ class Membership(RuleBasedStateMachine):
         return most if most >= int(SHAPES[of]["min_nodes"]) else 0
 
     def check_nothing_to_take(self, plain: GenerationSpec) -> None:
-        """The job of higher priority does not run only where no nodes that the other can spare would do."""
+        """Check that the other job has no spare nodes with which the job of higher priority could run."""
         offered = [name for name in plain.seats if self.offers[BLOCKS].get(name)]
         spare = len(plain.seats) - 1 + len([n for n in self.free(PLAIN) if n not in plain.seats])
         choices = chain.from_iterable(combinations(offered, size) for size in range(1, spare + 1))

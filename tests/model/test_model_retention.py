@@ -1,9 +1,8 @@
-"""Ranks' slots against a controller that commits by decision 0008: what was committed is whole everywhere, always.
+"""Check that ranks' slots always hold the whole committed version, for a controller that commits by decision 0008.
 
-Ranks go on in lock step, one step apart at most, fill and seal in pieces, and hear of each notice late, each by itself
-but in order. At every moment between two of these everything may end, and the next generation begins with what was
-committed and with the newest version that all have. Where all have planned anew, after a step, there may be fewer slots
-from then on, or more.
+Ranks step together, at most one step apart. They fill and seal slots at different times, and receive notices late but
+in order. All ranks may be lost between any two events. The next generation then begins with the committed version and
+the newest version that all ranks have. After a new plan the number of slots may be smaller, or the larger one again.
 """
 
 from __future__ import annotations
@@ -14,27 +13,29 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from everstep_agent.vault.memory.segments import slots_to_carry
-from everstep_trainer.snapshot.retention import VersionRetention
-from everstep_trainer.snapshot.slot_negotiation import CANDIDATE_ONLY_SLOTS
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from everstep.ids import Version
-from everstep.layout.slots import SLOTS_PER_RANK, SegmentView, SlotHeader, SlotState
+from everstep.layout.slot_header import SlotHeader, SlotState
+from everstep.layout.slots import SLOTS_PER_RANK, SegmentView
 from everstep.wire.v1.training import RestoreRule
-from tests.support.examples import examples
+from everstep_agent.vault.memory.segments import slots_to_carry
+from everstep_trainer.snapshot.retention import VersionRetention
+from everstep_trainer.snapshot.slot_negotiation import CANDIDATE_ONLY_SLOTS
+from tests.support.plugins.example_counts import examples
 
 RANKS = 3
 rank_number = st.integers(0, RANKS - 1)
 
 
 class RankSlots:
-    """One rank: its slots, and where it is between the beginning of a fill and its seal."""
+    """One rank: its slots, and the slot that it fills and has not sealed yet."""
 
     def __init__(self, slots: int) -> None:
         self.headers: list[SlotHeader | None] = [None] * slots
+        self.retention: VersionRetention
         self.finished = 0
         self.filling: int | None = None
         self.kept = False
@@ -44,7 +45,7 @@ class RankSlots:
         return {h.version for h in self.headers if h is not None and h.state is SlotState.SEALED}
 
     def replace(self, slots: int, keep: list[Version]) -> None:
-        """What the vault does for another number of slots."""
+        """Change the number of slots as the vault does."""
         old = SimpleNamespace(slots=len(self.headers), sealed_slots=self._sealed_slots)
         made: list[SlotHeader | None] = [None] * slots
         for _, place, header in slots_to_carry(cast(SegmentView, old), slots, keep):
@@ -58,7 +59,7 @@ class RankSlots:
 
 
 class Slots(RuleBasedStateMachine):
-    """``every``: how many steps apart snapshots are that nobody announced; ``changing``: how many slots there are."""
+    """``every``: steps between snapshots that are no candidates. ``changing``: whether the number of slots changes."""
 
     slots, every, changing = 5, 1, False
 
@@ -73,7 +74,7 @@ class Slots(RuleBasedStateMachine):
     def form(self, restored: Version | None) -> None:
         self.number += 1
         self.candidate = 1 if restored is None else restored.step + 1
-        self.said: set[int] = set()
+        self.reported: set[int] = set()
         self.first = self.since = restored.step if restored is not None else 0
         for rank in self.ranks:
             rank.retention = VersionRetention(self.number, RestoreRule(floor=self.committed), restored)
@@ -84,11 +85,9 @@ class Slots(RuleBasedStateMachine):
     def is_regular(self, step: int) -> bool:
         return step % self.every == 0
 
-    # --- what happens
-
     @rule(number=rank_number)
     def step(self, number: int) -> None:
-        """A rank finishes a step, in which all take part, and begins to store it; what it stored before is sealed."""
+        """Let a rank finish a step that all take part in, seal the earlier slot, and begin to fill another one."""
         rank = self.ranks[number]
         if rank.finished > min(other.finished for other in self.ranks):
             return
@@ -104,7 +103,7 @@ class Slots(RuleBasedStateMachine):
 
     @rule()
     def plan_anew(self) -> None:
-        """All ranks have finished the same step, and the layouts of then take fewer slots, or leave room for more."""
+        """Change the number of slots after a step that all ranks have finished, as new layouts may require."""
         if not self.changing or len({rank.finished for rank in self.ranks}) > 1:
             return
         self.now = CANDIDATE_ONLY_SLOTS if self.now == SLOTS_PER_RANK else SLOTS_PER_RANK
@@ -116,7 +115,7 @@ class Slots(RuleBasedStateMachine):
 
     @rule(order=st.permutations(range(RANKS)), deaf=st.none() | rank_number)
     def step_together(self, order: list[int], deaf: int | None) -> None:
-        """All ranks that are behind, and then all; who is not ``deaf`` has heard everything."""
+        """Step all ranks that are behind, then all ranks. All but the ``deaf`` one have read their notices."""
         for rank in self.ranks:
             while rank.notices and rank is not (None if deaf is None else self.ranks[deaf]):
                 rank.retention.update(*rank.notices.popleft(), ())
@@ -135,21 +134,21 @@ class Slots(RuleBasedStateMachine):
         rank.filling = None
         if rank.kept:
             rank.retention.keep_candidate(header.version)
-            self.told(number, header.version.step)
+            self.report_kept(number, header.version.step)
 
-    def told(self, number: int, step: int) -> None:
+    def report_kept(self, number: int, step: int) -> None:
         if step != self.candidate:
             return
-        self.said.add(number)
-        if len(self.said) == RANKS:
+        self.reported.add(number)
+        if len(self.reported) == RANKS:
             self.committed = Version(self.number, step)
             self.announce(1)
 
     @rule(ahead=st.integers(1, 3))
     def announce(self, ahead: int) -> None:
-        """A candidate that no rank has finished; the one before is given up where it is not committed."""
+        """Announce a candidate that no rank has finished. An earlier one that is not committed is given up."""
         self.candidate = max(rank.finished for rank in self.ranks) + ahead
-        self.said = set()
+        self.reported = set()
         for rank in self.ranks:
             rank.notices.append((self.committed, self.candidate))
 
@@ -167,21 +166,19 @@ class Slots(RuleBasedStateMachine):
         elif self.committed is None:
             self.form(None)
 
-    # --- what holds
-
     def whole(self) -> set[Version]:
-        """Versions that may be restored: all ranks have them, and they are not before what was committed."""
+        """Return the versions that may be restored: all ranks have them, and none is older than the committed one."""
         common = set.intersection(*(rank.sealed() for rank in self.ranks))
         return {v for v in common if self.committed is None or v >= self.committed}
 
     @invariant()
-    def what_was_committed_is_whole(self) -> None:
+    def committed_version_is_whole(self) -> None:
         if self.committed is not None:
             assert self.committed in self.whole()
 
     @invariant()
     def with_all_slots_no_finished_step_is_far(self) -> None:
-        """The last but one of the steps that were to be stored is whole: of the last one some still are sealing."""
+        """Check that the last stored step but one is whole, since some ranks may still fill the last one."""
         regular = [
             step
             for step in range(self.since + 1, min(rank.finished for rank in self.ranks) + 1)

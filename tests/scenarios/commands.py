@@ -1,4 +1,4 @@
-"""What a transcript can say: of nodes, findings, remedies, jobs, people, and the controller's own troubles.
+"""What a transcript can say: of nodes, findings, remediations, jobs, people, and the controller's own troubles.
 
 Each command is given the fleet, its plain words and its options; strings that it returns are shown as answers.
 """
@@ -10,6 +10,13 @@ from copy import deepcopy
 from typing import Any
 
 import msgspec
+
+from everstep.clock import ManualClock
+from everstep.ids import Version
+from everstep.vocabulary import Action, AuditKind, Finding, FindingKind, RankActivity, Severity
+from everstep.wire.v1.agent import Domain, Gpu
+from everstep.wire.v1.operator_history import PolicyChange
+from everstep.wire.v1.training import ProbeFinished
 from everstep_controller.core.checkpoints.restore_points import compute_restorability
 from everstep_controller.core.effects import RequestRemediation
 from everstep_controller.core.events import (
@@ -19,17 +26,12 @@ from everstep_controller.core.events import (
     SchedulerStateChanged,
 )
 from everstep_controller.core.health import eviction
-from everstep_controller.core.jobs.membership import no_seat_reason
-from everstep_controller.core.policy import CorePolicy, Rulebook, VerdictRule
+from everstep_controller.core.policy import Rulebook, VerdictRule
+from everstep_controller.core.seats.membership import no_seat_reason
+from everstep_controller.policy.rulebook import apply_change
 from everstep_controller.runtime.clock import SteadyTime
-
-from everstep.clock import ManualClock
-from everstep.ids import Version
-from everstep.vocabulary import Action, AuditLink, Finding, FindingKind, RankActivity, Severity
-from everstep.wire.v1.agent import Domain, Gpu
-from everstep.wire.v1.training import ProbeFinished
-from tests.support.core_fleet import CoreFleet
-from tests.support.findings import xid
+from tests.support.fleet.core_fleet import CoreFleet
+from tests.support.fleet.findings import xid
 
 Words = list[str]
 Options = dict[str, str]
@@ -40,9 +42,6 @@ EPOCH = 7
 
 def _numbers(options: Options) -> dict[str, Any]:
     return {key: int(value) if value.lstrip("-").isdigit() else value for key, value in options.items()}
-
-
-# --- nodes -------------------------------------------------------------------------------------------------------
 
 
 def _register(fleet: CoreFleet, words: Words, options: Options) -> None:
@@ -67,9 +66,6 @@ def _wait(fleet: CoreFleet, words: Words, options: Options) -> None:
     nodes = list(fleet.state.nodes)
     beating = {"": nodes, "but": [n for n in nodes if n not in named], "only": named, "silence": []}[which]
     fleet.advance(float(words[0]), *beating)
-
-
-# --- findings, probes, remedies ----------------------------------------------------------------------------------
 
 
 def _finding(words: Words, options: Options) -> Finding:
@@ -115,8 +111,8 @@ def _flap(fleet: CoreFleet, words: Words, options: Options) -> None:
 
 
 def _solos(fleet: CoreFleet, words: Words, _options: Options) -> None:
-    """``solos by-hand``: what a node computes alone is answered by the transcript, no longer right by itself."""
-    fleet.solos = words[0] != "by-hand"
+    """``solos by-hand``: the transcript answers probes of single nodes, which else succeed by themselves."""
+    fleet.pass_solo_diagnostics = words[0] != "by-hand"
 
 
 def _probe(fleet: CoreFleet, words: Words, _options: Options) -> None:
@@ -141,18 +137,15 @@ def _result(name: str, words: Words) -> ProbeFinished:
 
 
 def _action(fleet: CoreFleet, words: Words, _options: Options) -> None:
-    """``action n1 ok`` or ``action n1 failed because``: how the node's newest remedy ended."""
-    remedies = [
+    """``action n1 ok`` or ``action n1 failed because``: how the node's newest remediation ended."""
+    remediations = [
         e.remediation for e in fleet.effects if isinstance(e, RequestRemediation) and e.remediation.node == words[0]
     ]
     fleet.feed(
         RemediationFinished(
-            remediation_id=remedies[-1].id, node=words[0], succeeded=words[1] == "ok", detail=" ".join(words[2:])
+            remediation_id=remediations[-1].id, node=words[0], succeeded=words[1] == "ok", detail=" ".join(words[2:])
         )
     )
-
-
-# --- jobs --------------------------------------------------------------------------------------------------------
 
 
 def _join(fleet: CoreFleet, words: Words, options: Options) -> None:
@@ -178,7 +171,7 @@ def _seal(fleet: CoreFleet, words: Words, options: Options) -> None:
 def _audit(fleet: CoreFleet, words: Words, options: Options) -> None:
     """``audit 2 step=12 used=a again=a others=b,b``: an audit of rank 2's work found a difference.
 
-    ``used`` and ``again`` are the owner's results, ``others`` those of the peer and the arbiter. ``link`` and ``unit``
+    ``used`` and ``again`` are the owner's results, ``others`` those of the peer and the arbiter. ``audit`` and ``unit``
     name the work, ``difference`` the bits.
     """
     others = options.pop("others", "").split(",")
@@ -189,8 +182,8 @@ def _audit(fleet: CoreFleet, words: Words, options: Options) -> None:
         more["difference"] = more["difference"].replace("_", " ")
     if "wrong_results" in options:
         more["wrong_results"] = int(options["wrong_results"])
-    if "link" in options:
-        more["link"] = AuditLink(options["link"])
+    if "audit" in options:
+        more["audit"] = AuditKind(options["audit"])
     used, again = options.get("used", ""), options.get("again", "")
     fleet.audit(int(words[0]), int(options["step"]), used, again, *filter(None, others), **more)
 
@@ -207,13 +200,13 @@ def _resume(fleet: CoreFleet, words: Words, options: Options) -> None:
 def _train(fleet: CoreFleet, words: Words, options: Options) -> None:
     """``train 20 slow=2 by=4``: twenty seconds of steps, in which the others wait for rank 2, four times as long busy.
 
-    ``slow=all``: everybody is. ``from=41``: the step before, where a new controller has not heard of any.
+    ``slow=all``: all ranks are slow. ``from=41``: the step before, for a new controller that knows of none.
     """
     if "from" in options:
-        fleet.progress(int(options["from"]), **({"job": options["job"]} if "job" in options else {}))
+        fleet.progress(int(options["from"]), job=options.get("job", "job"))
     slow, by = options.get("slow", ""), float(options.get("by", "1"))
     busy = {rank: by for rank in range(64) if slow == "all" or slow == str(rank)}
-    fleet.train(int(words[0]), busy, **({"job": options["job"]} if "job" in options else {}))
+    fleet.train(int(words[0]), busy, job=options.get("job", "job"))
 
 
 def _stall(fleet: CoreFleet, words: Words, options: Options) -> None:
@@ -231,9 +224,6 @@ def _stall(fleet: CoreFleet, words: Words, options: Options) -> None:
             doing="computes" if activity is RankActivity.WORKING else "",
             waits_for_all=activity is RankActivity.COLLECTIVE,
         )
-
-
-# --- people ------------------------------------------------------------------------------------------------------
 
 
 def _order(fleet: CoreFleet, words: Words, options: Options) -> None:
@@ -256,7 +246,7 @@ def _observe(fleet: CoreFleet, words: Words, options: Options) -> None:
 
 
 def _why(fleet: CoreFleet, words: Words, options: Options) -> Words:
-    """``why n5``: an answer to who asks why the node has no seat."""
+    """``why n5``: the explanation of why the node has no seat."""
     words = [
         no_seat_reason(fleet.state, fleet.job(options.get("job", "job")), node) or "it has a seat" for node in words
     ]
@@ -264,14 +254,18 @@ def _why(fleet: CoreFleet, words: Words, options: Options) -> Words:
 
 
 def _restorable(fleet: CoreFleet, words: Words, options: Options) -> Words:
-    """``restorable rack:A n3``: what would be restored, and what would be lost with these."""
+    """``restorable rack:A n3``: the version to restore, and the consequences of these losses."""
     found = compute_restorability(fleet.state, fleet.job(options.get("job", "job")))
-    asked = [one.sentence for one in found.loss_forecasts if one.name in words or f"{one.kind}:{one.name}" in words]
+    asked = [
+        forecast.sentence
+        for forecast in found.loss_forecasts
+        if forecast.name in words or f"{forecast.kind}:{forecast.name}" in words
+    ]
     return [f"answer: {line}" for line in (found.sentence, *asked)]
 
 
 def _budget(fleet: CoreFleet, _words: Words, _options: Options) -> Words:
-    """``budget``: what may be evicted yet."""
+    """``budget``: the evictions that are left."""
     reason = fleet.state.fleet.breaker_reason
     breaker = [f"breaker: {reason}"] if reason else []
     return [
@@ -296,17 +290,13 @@ def _remembered(fleet: CoreFleet, words: Words, _options: Options) -> Words:
 
 
 def _states(fleet: CoreFleet, words: Words, _options: Options) -> Words:
-    """``states n1..n4``: what each is now."""
+    """``states n1..n4``: the present state of each node."""
     return [f"{node} is {fleet.node_state(node)}" for node in words]
 
 
-# --- the controller's own troubles -------------------------------------------------------------------------------
-
-
 def _policy(fleet: CoreFleet, _words: Words, options: Options) -> None:
-    """``policy remediation_mode=enforce``: other knobs than the lab's."""
-    knobs = msgspec.convert({**msgspec.structs.asdict(fleet.policy), **options}, CorePolicy, strict=False)
-    fleet.policy = fleet.state.policy = knobs
+    """``policy remediation.mode=enforce``: other knobs than the lab's."""
+    fleet.policy = fleet.state.policy = apply_change(fleet.policy, PolicyChange(knobs=dict(options)))
 
 
 def _rule(fleet: CoreFleet, words: Words, options: Options) -> None:
@@ -344,7 +334,7 @@ def _restart(fleet: CoreFleet, _words: Words, options: Options) -> None:
 
 
 def followed(fleet: CoreFleet) -> CoreFleet:
-    """Another controller, which begins with what this one has stored. This one goes on beside it."""
+    """Start another controller from the stored state of this one, which continues beside it."""
     fleet.epoch = fleet.state.epoch = fleet.epoch or EPOCH
     other = deepcopy(fleet)
     other.epoch += 1
@@ -358,7 +348,7 @@ COMMANDS: dict[str, Callable[[CoreFleet, Words, Options], object]] = {
     "beat": lambda fleet, words, _: [fleet.beat(node) for node in words],
     "wait": _wait,
     "disconnect": lambda fleet, words, _: [fleet.disconnect(node) for node in words],
-    "hear": lambda fleet, words, _: [fleet.hear(node) for node in words],
+    "hear": lambda fleet, words, _: [fleet.mark_seen(node) for node in words],
     "lose-peer": lambda fleet, words, options: fleet.lose_peer(words[0], words[1], **options),
     "xid": _raise_xid,
     "clear-xid": lambda fleet, words, options: [fleet.clear_finding(node, _xid(options).key) for node in words],

@@ -1,4 +1,4 @@
-"""Every transcript beside this file still ends in the decisions it records.
+"""Check that every transcript beside this file still ends in the decisions that it records.
 
 EVERSTEP_REWRITE=1 writes them as they are today; the difference is for review.
 """

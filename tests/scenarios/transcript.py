@@ -8,11 +8,11 @@ for the new one, and those that begin with ``old`` for the one that does not kno
 from __future__ import annotations
 
 import msgspec
-from everstep_controller.core.effects import describe
 
 from everstep.errors import EverstepError
+from everstep_controller.core.effects import describe
 from tests.scenarios.commands import COMMANDS, Options, Words, followed
-from tests.support.core_fleet import CoreFleet
+from tests.support.fleet.core_fleet import CoreFleet
 
 OLD, QUIETLY, TAKE_OVER = "old", "quietly", "take-over"
 
@@ -64,7 +64,7 @@ def _names(word: str) -> Words:
 
 
 class _World:
-    """The controllers, and what the newest command led to."""
+    """The controllers, and the decisions after the newest command."""
 
     def __init__(self) -> None:
         self._fleet = CoreFleet()
@@ -76,11 +76,11 @@ class _World:
             self._old, self._fleet = self._fleet, followed(self._fleet)
             return []
         fleet = self._old if command.old else self._fleet
-        assert fleet is not None, "nobody has been followed yet: take-over comes first"
+        assert fleet is not None, "`old` needs a second controller: use take-over first"
         before = len(fleet.effects)
         try:
-            said = COMMANDS[command.verb](fleet, command.words, command.options)
+            output = COMMANDS[command.verb](fleet, command.words, command.options)
         except EverstepError as error:
             return [f"refused ({error.code}): {error}"]
-        answers = said if isinstance(said, list) and all(isinstance(line, str) for line in said) else []
+        answers = output if isinstance(output, list) and all(isinstance(line, str) for line in output) else []
         return [*describe(fleet.effects[before:]), *answers]

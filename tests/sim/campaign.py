@@ -1,4 +1,4 @@
-"""Many seeds on many cores, with a bar; each failure is shortened and told with the command that plays it again."""
+"""Play many worlds on many cores, and print each failure with its smallest set of faults and its replay command."""
 
 from __future__ import annotations
 
@@ -12,46 +12,46 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tests.sim.minimize import shortest
-from tests.sim.plan import Plan, make
+from tests.sim.faults.plan import Plan, make_plan
+from tests.sim.minimize import smallest_plan
 from tests.sim.run import Outcome, play
 
-TOLD = 5
-"""Failures that are shortened and told in full; more of them are only counted."""
+MAX_REPORTED = 5
+"""Number of failures that are reduced and printed in full. Of the others only the seed and the checker are printed."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A seed's broken promise, and the fewest faults that were found to break it."""
+    """A seed's broken promise, and the smallest set of faults found that breaks it."""
 
     outcome: Outcome
     plan: Plan
 
     @property
     def command(self) -> str:
-        faults = ",".join(str(place) for place, _ in self.plan.faults)
+        faults = ",".join(str(number) for number, _ in self.plan.faults)
         return f"python -m tests.sim --seed {self.plan.seed} --faults {faults or 'none'} --trace"
 
     def __str__(self) -> str:
-        lines = [f"seed {self.plan.seed}: {self.outcome.sentence}", "faults that are enough:"]
-        lines += [f"  {place:3} {fault}" for place, fault in self.plan.faults] or ["  none"]
+        lines = [f"seed {self.plan.seed}: {self.outcome.sentence}", "faults that are sufficient:"]
+        lines += [f"  {number:3} {fault}" for number, fault in self.plan.faults] or ["  none"]
         return "\n".join([*lines, f"replay: {self.command}"])
 
 
 def play_seed(seed: int) -> Outcome:
-    """One world, in a process of the pool."""
+    """Play the world of a seed."""
     logging.disable(logging.CRITICAL)
-    return play(make(seed))
+    return play(make_plan(seed))
 
 
-def shorten(seed: int, checker: str) -> Failure:
-    """The failure of a seed with the fewest faults that keep ``checker`` complaining."""
-    plan = shortest(make(seed), lambda candidate: play(candidate).checker == checker)
+def reduce_failure(seed: int, checker: str) -> Failure:
+    """Return the failure of a seed with the smallest set of faults that ``checker`` still reports."""
+    plan = smallest_plan(make_plan(seed), lambda candidate: play(candidate).checker == checker)
     return Failure(play(plan), plan)
 
 
 def outcomes(seeds: Iterable[int], jobs: int) -> Iterator[Outcome]:
-    """Each seed's outcome, as they come."""
+    """Yield the outcome of each seed when it is known."""
     if jobs == 1:
         yield from map(play_seed, seeds)
         return
@@ -61,7 +61,7 @@ def outcomes(seeds: Iterable[int], jobs: int) -> Iterator[Outcome]:
 
 
 def campaign(first: int, count: int, jobs: int = 0) -> int:
-    """Plays ``count`` seeds from ``first`` on; the exit status."""
+    """Play ``count`` seeds from ``first`` on, and return the exit status."""
     logging.disable(logging.CRITICAL)
     console = Console(stderr=True)
     failed: list[Outcome] = []
@@ -76,10 +76,13 @@ def campaign(first: int, count: int, jobs: int = 0) -> int:
                 failed.append(outcome)
                 progress.update(task, description=f"worlds, {len(failed)} broken")
     print(f"{count} worlds, {virtual_s / 3600:.1f} hours of their time, {len(failed)} broken promises")
-    for outcome in sorted(failed, key=lambda o: o.seed)[:TOLD]:
+    for outcome in sorted(failed, key=lambda outcome: outcome.seed)[:MAX_REPORTED]:
         print()
-        print(shorten(outcome.seed, outcome.checker))
-    if len(failed) > TOLD:
-        rest = ", ".join(f"{o.seed} ({o.checker})" for o in sorted(failed, key=lambda o: o.seed)[TOLD:])
+        print(reduce_failure(outcome.seed, outcome.checker))
+    if len(failed) > MAX_REPORTED:
+        rest = ", ".join(
+            f"{outcome.seed} ({outcome.checker})"
+            for outcome in sorted(failed, key=lambda outcome: outcome.seed)[MAX_REPORTED:]
+        )
         print(f"\nand: {rest}")
     return 1 if failed else 0

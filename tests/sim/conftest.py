@@ -8,7 +8,7 @@ import pytest
 
 @pytest.fixture(autouse=True)
 def _quiet() -> Iterator[None]:
-    """Worlds fail by the hundred; what their programs log about it is for nobody."""
+    """Disable logging, since the programs of simulated worlds log hundreds of expected failures."""
     logging.disable(logging.CRITICAL)
     yield
     logging.disable(logging.NOTSET)

@@ -1,4 +1,4 @@
-"""Plays one plan under all checkers, and says how it ended."""
+"""Play one world under all checkers, and return its outcome."""
 
 from __future__ import annotations
 
@@ -11,43 +11,52 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
-from tests.sim.checkers.every import all_checkers
-from tests.sim.facts import Violation
-from tests.sim.plan import Plan
-from tests.sim.world import World
+from tests.sim.checkers.all_checkers import all_checkers
+from tests.sim.checkers.checker import Violation
+from tests.sim.cluster.world import World
+from tests.sim.faults.plan import Plan
 
-MEMORY = Path("/dev/shm")
-"""Where agents' spools lie, if it is there: no disk is worn for a simulation."""
+MEMORY_DIR = Path("/dev/shm")
+"""The directory of the agents' spools if it exists, so that a simulation writes to no disk."""
 CRASH = "crash"
-"""In place of a checker's name: an error that no checker names."""
+"""Stands for the checker's name in an outcome whose error no checker raised."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """``checker`` is empty where all promises held; ``crash`` for an error that no checker names. ``seen``: kinds of
-    audit lines that controllers wrote."""
+    """The outcome of a world.
+
+    Attributes:
+        checker: The checker that detected a broken promise, empty if all promises held. ``CRASH`` for another error.
+        sentence: The broken promise or the error.
+        virtual_s: Seconds of the world that were played.
+        calls: The number of calls that the timeline made.
+        logged_kinds: Kinds of the entries that controllers wrote to the event log.
+    """
 
     seed: int
     checker: str
     sentence: str
     virtual_s: float
     calls: int
-    seen: frozenset[str]
+    logged_kinds: frozenset[str]
 
 
 @contextmanager
 def _seeded_secrets(seed: int) -> Iterator[None]:
-    """Traces and jobs' secrets come from the seed too, so that a world repeats itself to the letter."""
+    """Draw trace IDs and jobs' secrets from the seed too, so that a world replays identically."""
     rng = random.Random(seed)
     with patch("secrets.token_hex", lambda size=32: f"{rng.getrandbits(8 * size):0{2 * size}x}"):
         yield
 
 
 def play(plan: Plan, on_trace: Callable[[float, str, str], None] | None = None) -> Outcome:
-    """One world, to its end or to the first broken promise."""
-    with tempfile.TemporaryDirectory(prefix="everstep-sim-", dir=MEMORY if MEMORY.is_dir() else None) as path:
+    """Play one world to its end or to the first broken promise."""
+    with tempfile.TemporaryDirectory(
+        prefix="everstep-sim-", dir=MEMORY_DIR if MEMORY_DIR.is_dir() else None
+    ) as spool_dir:
         checkers = all_checkers()
-        world = World(plan, checkers, on_trace=on_trace, spool_dir=Path(path))
+        world = World(plan, checkers, on_trace=on_trace, spool_dir=Path(spool_dir))
         for checker in checkers:
             checker.world = world
         checker_name = sentence = ""
@@ -63,7 +72,12 @@ def play(plan: Plan, on_trace: Callable[[float, str, str], None] | None = None) 
             if on_trace is not None:
                 on_trace(world.timeline.now, CRASH, traceback.format_exc())
         finally:
-            world.end()
+            world.close()
         return Outcome(
-            plan.seed, checker_name, sentence, world.timeline.now, world.timeline.played, frozenset(world.seen)
+            plan.seed,
+            checker_name,
+            sentence,
+            world.timeline.now,
+            world.timeline.calls_made,
+            frozenset(world.logged_kinds),
         )

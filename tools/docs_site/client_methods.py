@@ -33,7 +33,11 @@ def methods() -> list[tuple[str, str, str]]:
     for name, build in vars(calls).items():
         if name.startswith("_") or not inspect.isfunction(build) or build.__module__ != calls.__name__:
             continue
-        needed = [one.name for one in inspect.signature(build).parameters.values() if one.default is one.empty]
+        needed = [
+            parameter.name
+            for parameter in inspect.signature(build).parameters.values()
+            if parameter.default is parameter.empty
+        ]
         made = build(**{parameter: f"{{{parameter}}}" for parameter in needed})
         is_call = isinstance(made, Call)
         route = f"{made.method if is_call else 'GET'} {unquote(made.path)}"

@@ -7,16 +7,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import typer
+
+from everstep.cli import context as cli_context
+from everstep.cli import main as cli_main
+from everstep.settings import FILE, Program, choices_of
 from everstep_agent import config as agent_config
 from everstep_agent.command import app as agent_app
 from everstep_controller import config as controller_config
 from everstep_controller import main as controller_main
 from everstep_trainer.launch import command as launch_command
 from everstep_trainer.launch import options as launch_options
-
-from everstep.cli import context as cli_context
-from everstep.cli import main as cli_main
-from everstep.settings import FILE, Program, choices_of
 from tools.docs_site.markdown import code, sentence, table
 
 _HEADINGS = ("Argument", "Default", "Variable", "Meaning")
@@ -32,7 +32,7 @@ def controller_page() -> str:
     """Return the page of ``everstep-controller``."""
     note = (
         "[Controller settings](../settings/controller.md) has more about each setting of `serve`. Each setting of the "
-        "[decision policy](../settings/policy.md) is a flag too: `--policy-lost-after-s 30`."
+        "[decision policy](../settings/policy.md) is a flag too: `--policy-liveness-lost-after-s 30`."
     )
     return _page(controller_main.app, controller_config.PROGRAM, note)
 
@@ -55,9 +55,9 @@ def everstep_page() -> str:
 def _page(app: typer.Typer, program: Program, note: str) -> str:
     root: Any = typer.main.get_command(app)
     parts = [f"# {program.name}\n\n{sentence(_text(root.help))} {note}\n", table(_HEADINGS, _rows(root, program))]
-    commands = [(name, one) for name, one in leaves(root, program.name) if one is not root]
+    commands = [(name, command) for name, command in leaves(root, program.name) if command is not root]
     if commands:
-        rows = [(code(name), sentence(_text(one.help).split("\n\n", 1)[0])) for name, one in commands]
+        rows = [(code(name), sentence(_text(command.help).split("\n\n", 1)[0])) for name, command in commands]
         parts += ["## Commands\n", table(("Command", "Purpose"), rows)]
     for name, command in commands:
         parts.append(f"## {name}\n\n{sentence(_text(command.help))}\n")
@@ -82,18 +82,20 @@ def _text(text: str | None) -> str:
 
 
 def _rows(command: Any, program: Program) -> Iterator[tuple[str, ...]]:
-    for one in command.params:
-        is_option = one.param_type_name == "option"
-        if getattr(one, "hidden", False) or one.name in ("help", "install_completion", "show_completion"):
+    for parameter in command.params:
+        is_option = parameter.param_type_name == "option"
+        if getattr(parameter, "hidden", False) or parameter.name in ("help", "install_completion", "show_completion"):
             continue
-        flags = (*one.opts, *one.secondary_opts)
-        names = ", ".join(map(code, flags)) if is_option else code(one.metavar or one.name)
-        choices = choices_of(one.type_descriptor.annotation)
-        default = "" if one.default in (None, "", False) or callable(one.default) else code(one.default)
-        is_setting = is_option and (one.name in program.settings or one.name == FILE)
+        flags = (*parameter.opts, *parameter.secondary_opts)
+        names = ", ".join(map(code, flags)) if is_option else code(parameter.metavar or parameter.name)
+        choices = choices_of(parameter.type_descriptor.annotation)
+        default = (
+            "" if parameter.default in (None, "", False) or callable(parameter.default) else code(parameter.default)
+        )
+        is_setting = is_option and (parameter.name in program.settings or parameter.name == FILE)
         yield (
             names,
-            "required" if one.required and is_option else default,
-            code(program.variable(one.name)) if is_setting else "",
-            sentence(one.help or "") + (" One of " + ", ".join(map(code, choices)) + "." if choices else ""),
+            "required" if parameter.required and is_option else default,
+            code(program.variable(parameter.name)) if is_setting else "",
+            sentence(parameter.help or "") + (" One of " + ", ".join(map(code, choices)) + "." if choices else ""),
         )

@@ -1,4 +1,4 @@
-"""Page of event kinds: what the controller writes into its audit log, from the calls that write it."""
+"""Page of event kinds: what the controller writes into its event log, from the calls that write it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import everstep_controller
-
 from tools.docs_site.markdown import code, table
 
 _FOLDER = Path(everstep_controller.__file__).parent
-_ENTRIES = ("AuditEntry", "AuditRow")
+_ENTRIES = ("EventLogEntry", "EventLogRow")
 
 
 def page() -> str:
@@ -19,13 +18,15 @@ def page() -> str:
     kinds: dict[str, list[str]] = {}
     for kind, sentences in sorted(event_kinds()):
         known = kinds.setdefault(kind, [])
-        known += [one for one in sentences if one not in known]
+        known += [sentence for sentence in sentences if sentence not in known]
     parts = [
         "# Events\n\n`everstep events`, `GET /v1/events` and its stream show these kinds; `?kind=` takes how a kind "
         "begins. Angle brackets stand for what differs from event to event. Sentences are shown as the code writes "
         "them; those that the code puts together from several parts are left out.\n"
     ]
-    rows = [(code(kind), "<br>".join(_visible(one) for one in sentences)) for kind, sentences in kinds.items()]
+    rows = [
+        (code(kind), "<br>".join(_visible(sentence) for sentence in sentences)) for kind, sentences in kinds.items()
+    ]
     parts.append(table(("Kind", "Sentence"), rows))
     return "\n".join(parts)
 
@@ -38,7 +39,7 @@ def event_kinds() -> Iterator[tuple[str, list[str]]]:
     """Yield each kind with its sentences, call by call."""
     for path in sorted(_FOLDER.rglob("*.py")):
         source = path.read_text()
-        if ".audit(" not in source and not any(name in source for name in _ENTRIES):
+        if ".log_event(" not in source and not any(name in source for name in _ENTRIES):
             continue
         tree = ast.parse(source)
         for function in ast.walk(tree):
@@ -51,14 +52,14 @@ def _in_function(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[t
         if not isinstance(node, ast.Call):
             continue
         named = {word.arg: word.value for word in node.keywords}
-        if isinstance(node.func, ast.Attribute) and node.func.attr == "audit" and len(node.args) >= 2:
+        if isinstance(node.func, ast.Attribute) and node.func.attr == "log_event" and len(node.args) >= 2:
             kind, said = node.args[:2]
         elif ast.unparse(node.func).rpartition(".")[2] in _ENTRIES and {"kind", "sentence"} <= named.keys():
             kind, said = named["kind"], named["sentence"]
         else:
             continue
-        for one in _texts(kind, function):
-            yield one, _texts(said, function)
+        for text in _texts(kind, function):
+            yield text, _texts(said, function)
 
 
 def _texts(value: ast.expr, function: ast.AST) -> list[str]:
@@ -97,7 +98,7 @@ def _assigned(node: ast.Assign, name: str) -> list[ast.expr]:
             found.append(node.value)
         elif isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
             pairs = zip(target.elts, node.value.elts, strict=False)
-            found += [one for to, one in pairs if isinstance(to, ast.Name) and to.id == name]
+            found += [pair for to, pair in pairs if isinstance(to, ast.Name) and to.id == name]
     return found
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from everstep_agent.findings.rules import FindingRule as AgentRule
-from everstep_agent.findings.rules import KernelLineRule, load_policy
-from everstep_agent.findings.xids import load_xid_table, unknown_xid_entry
-from everstep_controller.core.policy import VerdictRule
-from everstep_controller.rulebook import shipped_rulebook
-
 from everstep.vocabulary import Action, FindingKind, Mode, Severity
+from everstep_agent.findings.rules import FindingRule as AgentRule
+from everstep_agent.findings.rules import load_policy
+from everstep_controller.core.policy import VerdictRule
+from everstep_controller.policy.rulebook import shipped_rulebook
 from tools.docs_site.markdown import code, sentence, table
 from tools.docs_site.settings import Setting, settings_of
+from tools.docs_site.signals import clears
 
 
 def page() -> str:
@@ -40,11 +39,7 @@ def page() -> str:
             ("Rule", "Metric", "Test", "Polls", "Severity", "Action", "Mode", "Clears", "Source"),
             [_agent_row(rule) for rule in agent],
         ),
-        "## Rules of the agent on lines of the kernel log\n",
-        table(
-            ("Rule", "Pattern", "Severity", "Action", "Mode", "Clears", "Source"),
-            [_line_row(rule) for rule in policy.line_rules],
-        ),
+        "[Signals of the kernel log](signals.md) has the rules on lines, XIDs and SXids.\n",
         "## Rules of the controller\n",
         table(
             ("Rule", "Counts", "Mode", "Actions in turn", "Probes before return", "Source"),
@@ -53,18 +48,14 @@ def page() -> str:
         "## Keys of a controller's rule\n",
         table(
             ("Key", "Default", "Meaning"),
-            [_key_row(one) for one in settings_of(VerdictRule)],
+            [_key_row(setting) for setting in settings_of(VerdictRule)],
         ),
-        "## XIDs\n",
-        "NVIDIA's driver reports faults of a GPU by number. An XID that is not listed has the severity "
-        f"`{unknown_xid_entry(0).severity}` and the action `{unknown_xid_entry(0).action}`.\n",
-        _xids(),
     ]
     return "\n".join(parts)
 
 
 def _words(values: Iterable[str]) -> str:
-    return ", ".join(code(str(one)) for one in values)
+    return ", ".join(code(str(value)) for value in values)
 
 
 def _agent_row(rule: AgentRule) -> tuple[object, ...]:
@@ -77,18 +68,9 @@ def _agent_row(rule: AgentRule) -> tuple[object, ...]:
         rule.severity,
         rule.action,
         rule.mode,
-        _clears(rule),
+        clears(rule),
         rule.source,
     )
-
-
-def _line_row(rule: KernelLineRule) -> tuple[object, ...]:
-    return code(rule.id), code(rule.pattern), rule.severity, rule.action, rule.mode, _clears(rule), rule.source
-
-
-def _clears(rule: AgentRule | KernelLineRule) -> str:
-    after = f"after {rule.clear_after_s:g} s" if rule.clear_after_s is not None else ""
-    return ", ".join(filter(None, (after, *map(str, rule.clear_on))))
 
 
 def _key_row(key: Setting) -> tuple[str, str, str]:
@@ -103,15 +85,8 @@ def _controller_row(rule: VerdictRule) -> tuple[object, ...]:
         code(rule.id),
         only + least + counted,
         rule.mode,
-        ", ".join(str(one) for one in rule.ladder),
-        ", ".join(str(one) for one in rule.diagnostics)
+        ", ".join(str(action) for action in rule.ladder),
+        ", ".join(str(probe) for probe in rule.diagnostics)
         + (f", {rule.required_passes} times" if rule.required_passes > 1 else ""),
         rule.source,
     )
-
-
-def _xids() -> str:
-    entries = sorted(load_xid_table().values(), key=lambda one: one.xid)
-    names = list(entries[0].__struct_fields__)
-    rows = [[getattr(one, name) for name in names] for one in entries]
-    return table([name.replace("_", " ").capitalize() for name in names], rows)

@@ -12,7 +12,18 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from tools.docs_site import client_methods, commands, events, findings, metrics, python_api, rest, scenarios, settings
+from tools.docs_site import (
+    client_methods,
+    commands,
+    events,
+    findings,
+    metrics,
+    python_api,
+    rest,
+    scenarios,
+    settings,
+    signals,
+)
 
 PAGES: dict[str, Callable[[], str]] = {
     "reference/python.md": python_api.page,
@@ -29,6 +40,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/rest-models.md": rest.models_page,
     "reference/metrics.md": metrics.page,
     "reference/findings.md": findings.page,
+    "reference/signals.md": signals.page,
     "reference/events.md": events.page,
     "contributing/transcripts.md": scenarios.page,
 }

@@ -13,22 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from everstep_agent import metrics as agent_metrics
-from everstep_agent.sensors.samples import GpuSample
-from everstep_agent.sensors.sensor_messages import PollResult, SensorReport
-from everstep_agent.vault import reporting, service
-from everstep_controller.api.credentials import Keyring
-from everstep_controller.app import Controller
-from everstep_controller.config import ControllerSettings
-from everstep_controller.leadership.lease_candidate import ElectedState
-from everstep_controller.remediation.remediator import DryRunRemediator
-from everstep_controller.store.database import open_database
-from everstep_controller.store.threads import DatabaseStore
 from prometheus_client.metrics import MetricWrapperBase
 from prometheus_client.registry import CollectorRegistry
 
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.local import StatisticsAnswer
+from everstep_agent import metrics as agent_metrics
+from everstep_agent.drivers.samples import GpuSample
+from everstep_agent.sensors.sensor_messages import PollResult, SensorReport
+from everstep_agent.vault import reporting, service
+from everstep_controller.app.controller import Controller
+from everstep_controller.auth.credentials import Keyring
+from everstep_controller.config import ControllerSettings
+from everstep_controller.leadership.lease_candidate import ElectedState
+from everstep_controller.remediation.remediator import DryRunRemediator
+from everstep_controller.store.database import open_database
+from everstep_controller.store.threads import DatabaseStore
 from tools.docs_site.markdown import code, sentence, table
 
 Family = tuple[str, str, str, tuple[str, ...]]
@@ -48,11 +48,11 @@ def page() -> str:
     ]
     for title, families in (
         ("Controller", asyncio.run(_of_controller())),
-        ("Agent", [one for one in agents if one[0].startswith("everstep_agent_")]),
-        ("Vault", [one for one in agents if one[0].startswith("everstep_vault_")]),
-        ("GPUs", [one for one in agents if one[0].startswith("everstep_gpu_")]),
-        ("Network ports", [one for one in agents if one[0].startswith("everstep_port_")]),
-        ("GPUs, under the names of dcgm-exporter", [one for one in agents if one[0].startswith("DCGM_")]),
+        ("Agent", [agent for agent in agents if agent[0].startswith("everstep_agent_")]),
+        ("Vault", [agent for agent in agents if agent[0].startswith("everstep_vault_")]),
+        ("GPUs", [agent for agent in agents if agent[0].startswith("everstep_gpu_")]),
+        ("Network ports", [agent for agent in agents if agent[0].startswith("everstep_port_")]),
+        ("GPUs, under the names of dcgm-exporter", [agent for agent in agents if agent[0].startswith("DCGM_")]),
     ):
         parts.append(f"## {title}\n")
         if title.endswith("exporter"):
@@ -69,7 +69,7 @@ async def _of_controller() -> list[Family]:
     with tempfile.TemporaryDirectory() as folder:
         settings = ControllerSettings(database=f"sqlite:///{Path(folder) / 'controller.db'}")
         store = DatabaseStore(open_database(settings.database))
-        keyring = Keyring((b"a secret that nobody is asked for",))
+        keyring = Keyring((b"a secret that is never asked for",))
         loaded = ElectedState(await store.take_over())
         controller = await Controller.lead(settings, keyring, store, loaded, SYSTEM_CLOCK, DryRunRemediator)
         try:
@@ -89,9 +89,9 @@ def _families(registry: CollectorRegistry) -> Iterator[Family]:
 
 
 def _collected(families: Iterable[Any]) -> Iterator[Family]:
-    for one in families:
-        labels = tuple(getattr(one, "_labelnames", ())) or tuple(one.samples[0].labels if one.samples else ())
-        yield one.name + ("_total" if one.type == "counter" else ""), one.type, one.documentation, labels
+    for family in families:
+        labels = tuple(getattr(family, "_labelnames", ())) or tuple(family.samples[0].labels if family.samples else ())
+        yield family.name + ("_total" if family.type == "counter" else ""), family.type, family.documentation, labels
 
 
 def _of_agent() -> Iterator[Family]:
@@ -123,7 +123,7 @@ def _filled(struct: type[Any], **given: Any) -> Any:
 
 def _value(hint: Any) -> Any:
     if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
-        return _value(next(one for one in typing.get_args(hint) if one is not type(None)))
+        return _value(next(choice for choice in typing.get_args(hint) if choice is not type(None)))
     origin = typing.get_origin(hint) or hint
     if origin is tuple:
         return ()

@@ -6,7 +6,6 @@ import json
 from typing import Any
 
 from everstep_controller.api.openapi import document
-
 from tools.docs_site.markdown import code, from_docstring, table
 
 _MODELS = "rest-models.md"
@@ -16,19 +15,21 @@ _PREFIX = "#/components/schemas/"
 def routes_page() -> str:
     """Return the page of all routes."""
     api = document()
-    routes = [(path, method, one) for path, methods in api["paths"].items() for method, one in methods.items()]
+    routes = [
+        (path, method, operation) for path, methods in api["paths"].items() for method, operation in methods.items()
+    ]
     parts = [
         "# REST routes\n\nThe controller serves this description as `GET /openapi.json`. Examples of every route "
         "begin at [REST conventions](rest-examples-basics.md); the [models](rest-models.md) have their own page.\n",
         table(
             ("Method", "Path", "Purpose", "Token"),
             [
-                (method.upper(), f"[`{path}`](#{_anchor(method, path)})", one["summary"], _token(one))
-                for path, method, one in routes
+                (method.upper(), f"[`{path}`](#{_anchor(method, path)})", route["summary"], _token(route))
+                for path, method, route in routes
             ],
         ),
     ]
-    parts += [_route(path, method, one) for path, method, one in routes]
+    parts += [_route(path, method, route) for path, method, route in routes]
     return "\n".join(parts)
 
 
@@ -46,8 +47,8 @@ def _route(path: str, method: str, operation: dict[str, Any]) -> str:
     parts = [f"## {method.upper()} `{path}` {{ #{_anchor(method, path)} }}\n"]
     parts.append(f"{operation['summary']} {operation['description']}\n")
     parameters = [
-        (code(one["name"]), one["in"], "yes" if one["required"] else "", type_of(one["schema"]))
-        for one in operation["parameters"]
+        (code(parameter["name"]), parameter["in"], "yes" if parameter["required"] else "", type_of(parameter["schema"]))
+        for parameter in operation["parameters"]
     ]
     if parameters:
         parts.append(table(("Parameter", "In", "Required", "Type"), parameters))
@@ -101,13 +102,13 @@ def type_of(schema: dict[str, Any], page: str = _MODELS) -> str:
         name = schema["$ref"].removeprefix(_PREFIX)
         return f"[{name}]({page}#{name.lower()})"
     if "anyOf" in schema:
-        return " or ".join(dict.fromkeys(type_of(one, page) for one in schema["anyOf"]))
+        return " or ".join(dict.fromkeys(type_of(choice, page) for choice in schema["anyOf"]))
     if "enum" in schema:
-        return "one of " + ", ".join(code(one) for one in schema["enum"])
+        return "one of " + ", ".join(code(value) for value in schema["enum"])
     kind = schema.get("type", "any")
     if kind == "array":
         if parts := schema.get("prefixItems"):
-            return "array of " + ", ".join(type_of(one, page) for one in parts)
+            return "array of " + ", ".join(type_of(part, page) for part in parts)
         return f"array of {type_of(schema.get('items') or {}, page)}"
     if kind == "object" and isinstance(schema.get("additionalProperties"), dict):
         return f"object of {type_of(schema['additionalProperties'], page)}"

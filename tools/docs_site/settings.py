@@ -8,16 +8,16 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
+
+from everstep.settings import Program, field_docs
 from everstep_agent import config as agent_config
 from everstep_controller import config as controller_config
 from everstep_controller.core.policy import CorePolicy
 from everstep_trainer.config import HookSettings
-
-from everstep.settings import Program, field_docs
 from tools.docs_site.markdown import code, from_docstring, sentence, table
 
 
@@ -74,18 +74,22 @@ def _page(title: str, introduction: str, settings: list[Setting], names: Callabl
         if setting.group != group:
             group = setting.group
             parts.append(f"## {group}\n")
-        facts = [("Type", code(setting.type)), ("Default", code(setting.default) or "none"), *names(setting.name)]
-        line = " · ".join(f"{label}: {value}" for label, value in facts if value)
-        parts.append(f"### `{setting.name}`\n\n{line}\n\n{sentence(setting.description)}\n")
+        parts.append(_entry(setting, setting.name, names))
     return "\n".join(parts)
 
 
-def _names(program: Program, group: str = "") -> Callable[[str], list[tuple[str, str]]]:
-    """Return a function that gives the flag and the variable of a field of the struct, or of the nested ``group``."""
+def _entry(setting: Setting, heading: str, names: Callable[[str], list[tuple[str, str]]]) -> str:
+    facts = [("Type", code(setting.type)), ("Default", code(setting.default) or "none"), *names(setting.name)]
+    line = " · ".join(f"{label}: {value}" for label, value in facts if value)
+    return f"### `{heading}`\n\n{line}\n\n{sentence(setting.description)}\n"
+
+
+def _names(program: Program, *above: str) -> Callable[[str], list[tuple[str, str]]]:
+    """Return a function that gives the flag and the variable of a field, by the names of the structs ``above`` it."""
     by_path = {setting.path: setting for setting in program.settings.values()}
 
     def names(field: str) -> list[tuple[str, str]]:
-        setting = by_path[(group, field) if group else (field,)]
+        setting = by_path[(*above, field)]
         return [("Flag", code(setting.flag)), ("Variable", code(program.variable(setting.name)))]
 
     return names
@@ -112,13 +116,9 @@ def _presets(presets: Any) -> str:
     return "\n".join(lines)
 
 
-def _changed(preset: msgspec.Struct, default: msgspec.Struct) -> str:
+def _changed(preset: Mapping[str, Any], default: Mapping[str, Any]) -> str:
     """Return a section with what the preset ``lab`` changes."""
-    rows = [
-        (code(name), code(getattr(preset, name)), code(getattr(default, name)))
-        for name in default.__struct_fields__
-        if name not in ("policy", "oidc", "rules", "preset") and getattr(preset, name) != getattr(default, name)
-    ]
+    rows = [(code(name), code(preset[name]), code(value)) for name, value in default.items() if preset[name] != value]
     return "\n## Preset lab\n\n" + table(("Setting", "With `lab`", "Default"), rows)
 
 
@@ -129,9 +129,15 @@ def controller_page() -> str:
         f"`everstep-controller serve` {_SOURCES} How the controller decides is set by the [decision policy](policy.md)."
     )
     elsewhere = ("policy", "oidc", *controller_config.PROGRAM.excluded)
-    settings = [one for one in settings_of(kind) if one.name not in elsewhere]
+    settings = [setting for setting in settings_of(kind) if setting.name not in elsewhere]
     page = _page("Controller settings", introduction, settings, _names(controller_config.PROGRAM))
-    return page + _login_section() + _changed(kind.from_preset("lab"), kind())
+    own = [setting.name for setting in settings if setting.name != "preset"]
+    lab, default = kind.from_preset("lab"), kind()
+    return (
+        page
+        + _login_section()
+        + _changed({name: getattr(lab, name) for name in own}, {name: getattr(default, name) for name in own})
+    )
 
 
 def _login_section() -> str:
@@ -141,23 +147,24 @@ def _login_section() -> str:
         "\n## Login of people\n\nSee [Log in with the site's accounts](../../how-to/login.md). In a settings file "
         "these settings may also be in a table `[oidc]`, without `oidc_`.\n"
     ]
-    for one in settings_of(controller_config.OidcSettings):
-        facts = [("Type", code(one.type)), ("Default", code(one.default) or "none"), *names(one.name)]
-        line = " · ".join(f"{label}: {value}" for label, value in facts)
-        parts.append(f"### `oidc_{one.name}`\n\n{line}\n\n{sentence(one.description)}\n")
+    parts += [_entry(setting, f"oidc_{setting.name}", names) for setting in settings_of(controller_config.OidcSettings)]
     return "\n".join(parts)
 
 
 def policy_page() -> str:
     """Return the page of the decision policy."""
     introduction = (
-        "How the controller decides. In a settings file these settings are in the table `[policy]`; `everstep policy "
-        "check` and `everstep policy try` show the effect of a change. Rules on single kinds of findings have "
-        "[a page of their own](../findings.md)."
+        "How the controller decides. In a settings file these settings are in tables by topic, such as "
+        "`[policy.liveness]`; `everstep policy check` and `everstep policy try` show the effect of a change. Rules on "
+        "single kinds of findings have [a page of their own](../findings.md)."
     )
-    settings = [one for one in settings_of(CorePolicy) if one.name != "rules"]
-    page = _page("Decision policy", introduction, settings, _names(controller_config.PROGRAM, "policy"))
-    return page + _changed(CorePolicy.lab_preset(), CorePolicy())
+    parts = [f"# Decision policy\n\n{introduction}\n"]
+    for topic in msgspec.structs.fields(CorePolicy):
+        if topic.name != "rules":
+            parts.append(f"## `[policy.{topic.name}]`\n\n{from_docstring(topic.type.__doc__)}\n")
+            names = _names(controller_config.PROGRAM, "policy", topic.name)
+            parts += [_entry(setting, f"{topic.name}.{setting.name}", names) for setting in settings_of(topic.type)]
+    return "\n".join(parts) + _changed(CorePolicy.lab_preset().values(), CorePolicy().values())
 
 
 def trainer_page() -> str:

@@ -1,4 +1,4 @@
-"""What every checker is: it looks on from outside and says what is wrong."""
+"""The base class of checkers, which observe a world from outside and report broken promises."""
 
 from __future__ import annotations
 
@@ -6,21 +6,30 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tests.sim.world import World
+    from tests.sim.cluster.world import World
 
-Watches = dict[type, Callable[[Any], None]]
-"""The facts that a checker wants, each with the method that takes it and raises Violation."""
+Handlers = dict[type, Callable[[Any], None]]
+"""The classes of observations that a checker needs, each with its handler, which may raise Violation."""
+
+
+class Violation(AssertionError):
+    """A promise was broken. ``checker`` is the name of the checker that detected it."""
+
+    def __init__(self, checker: str, sentence: str) -> None:
+        super().__init__(f"{checker}: {sentence}")
+        self.checker = checker
 
 
 class Checker:
-    """``world``: set before it sees the first fact."""
+    """A checker. ``world`` is set before the first observation."""
 
     name: str
     world: World
 
-    def watches(self) -> Watches:
+    def handlers(self) -> Handlers:
+        """Return the handler of each observation that the checker needs."""
         raise NotImplementedError
 
-    def complaint(self) -> str:
-        """What is still wrong after all faults; empty when nothing is."""
+    def remaining_problem(self) -> str:
+        """Return the problem that remains after all faults, or an empty string."""
         return ""

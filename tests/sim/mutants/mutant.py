@@ -1,4 +1,4 @@
-"""One deliberate mistake."""
+"""Mutants: deliberate mistakes in the code."""
 
 from __future__ import annotations
 
@@ -7,17 +7,33 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-Surgery = Callable[[], AbstractContextManager[None]]
+Patch = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """``name`` says what is wrong; ``apply`` makes it so for as long as its context lasts."""
+    """A deliberate mistake.
+
+    Attributes:
+        name: What the mistaken code does.
+        apply: Returns a context manager that puts the mistake into the code.
+        seeds: Worlds in which a checker has detected it before.
+    """
 
     name: str
-    apply: Surgery
+    apply: Patch
     seeds: tuple[int, ...] = ()
 
 
-def nothing(*_: Any, **__: Any) -> None:
-    """In place of what should be done."""
+def do_nothing(*_: Any, **__: Any) -> None:
+    """Do nothing, in place of a function."""
+
+
+def return_false(*_: Any, **__: Any) -> bool:
+    """Return False, in place of a check."""
+    return False
+
+
+def return_empty(*_: Any, **__: Any) -> str:
+    """Return no reason, in place of a function that returns one."""
+    return ""

@@ -1,4 +1,4 @@
-"""An agent as process 1 of a process namespace, which is what it is in a container."""
+"""An agent as process 1 of a process namespace, as in a container."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.agents import DEADLINE_S, TOKEN
-from tests.support.controller_stub import ControllerStub
-from tests.support.processes import is_running
-from tests.support.waiting import until
+from tests.support.agents.agent_process import DEADLINE_S, TOKEN
+from tests.support.agents.controller_stub import ControllerStub
+from tests.support.processes.process_table import is_running
+from tests.support.processes.waiting import until
 
 UNSHARE = ("unshare", "--user", "--map-current-user", "--pid", "--fork")
 
@@ -71,9 +71,9 @@ def descendants(pid: int) -> list[int]:
 @pytest.mark.slow
 def test_agent_as_process_1_serves_and_ends_in_order(base: Path, controller: ControllerStub) -> None:
     with contained(base, controller.url) as outer:
-        said = json.loads((base / "run" / "agent.json").read_text())
-        assert said["pid"] == 1
-        assert min(said["vault_pid"], said["sensor_pid"]) > 1
+        status = json.loads((base / "run" / "agent.json").read_text())
+        assert status["pid"] == 1
+        assert min(status["vault_pid"], status["sensor_pid"]) > 1
         controller.wait_for(lambda: controller.listening)
         agent, *helpers = descendants(outer.pid)
         assert len(helpers) >= 2

@@ -1,24 +1,21 @@
-"""How the agent's processes begin and end, and what its daemons write down."""
+"""Start and end of the agent's processes, and the files and log lines that its daemons write."""
 
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
 from pathlib import Path
 
 import pytest
-from everstep_agent.lifecycle import (
-    AgentRunDirectory,
-    JsonLines,
-    TextLines,
-    delete_segments,
-    write_atomically,
-)
 
 from everstep.errors import ConfigurationError
-from everstep.private_files import private_directory
+from everstep.host.private_files import private_directory
+from everstep_agent.lifecycle import (
+    AgentRunDirectory,
+    TextLines,
+    delete_segments,
+)
 
 
 def test_two_agents_never_share_a_run_directory(tmp_path: Path) -> None:
@@ -56,24 +53,17 @@ def test_run_directory_is_private_to_its_owner(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
-def test_directory_of_another_user_is_refused(tmp_path: Path) -> None:
-    os.chown(tmp_path, 65534, 65534)
-    with pytest.raises(ConfigurationError, match="belongs to another user"):
-        private_directory(tmp_path)
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
-@pytest.mark.parametrize("where", ["everstep-0/run", "everstep-0/everstep/run"])
-def test_directory_inside_a_foreign_directory_is_refused(tmp_path: Path, where: str) -> None:
-    """Whoever owns ``/tmp/everstep-1000`` puts what they like in the place of what lies there."""
+@pytest.mark.parametrize("subfolder", ["everstep-0/run", "everstep-0/everstep/run"])
+def test_directory_inside_a_foreign_directory_is_refused(tmp_path: Path, subfolder: str) -> None:
+    """The owner of ``/tmp/everstep-1000`` can replace everything in that directory."""
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o1777)
     (shared / "everstep-0").mkdir(mode=0o777)
     os.chown(shared / "everstep-0", 65534, 65534)
     with pytest.raises(ConfigurationError, match="everstep-0 belongs to another user: give another --run-dir"):
-        private_directory(shared / where)
-    assert list((shared / "everstep-0").iterdir()) == []  # the owner is checked before anything is made
+        private_directory(shared / subfolder)
+    assert list((shared / "everstep-0").iterdir()) == []  # the owner is checked before any file is created
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a link away")
@@ -101,14 +91,6 @@ def test_incarnation_grows_even_if_the_clock_went_back(tmp_path: Path) -> None:
     assert not (tmp_path / "incarnation").exists()
 
 
-def test_a_file_is_replaced_whole_and_private(tmp_path: Path) -> None:
-    write_atomically(tmp_path / "f.json", {"a": 1})
-    write_atomically(tmp_path / "f.json", {"a": 2})
-    assert json.loads((tmp_path / "f.json").read_text()) == {"a": 2}
-    assert (tmp_path / "f.json").stat().st_mode & 0o777 == 0o600
-    assert [p.name for p in tmp_path.iterdir()] == ["f.json"]
-
-
 def test_segments_of_a_killed_vault_are_unlinked(tmp_path: Path) -> None:
     segments = tmp_path / "everstep-0" / "n1"
     (segments / "job").mkdir(parents=True)
@@ -119,34 +101,14 @@ def test_segments_of_a_killed_vault_are_unlinked(tmp_path: Path) -> None:
     delete_segments(segments)
 
 
-def test_segments_of_another_node_stay(tmp_path: Path) -> None:
-    mine, other = tmp_path / "everstep-0" / "n1", tmp_path / "everstep-0" / "n2"
-    mine.mkdir(parents=True)
-    other.mkdir()
-    delete_segments(mine)
-    assert other.is_dir()
-
-
 def record(**extra: object) -> logging.LogRecord:
     made = logging.makeLogRecord({"name": "agent", "levelname": "INFO", "levelno": 20, "msg": "rank %d", "args": (3,)})
     made.__dict__.update(extra)
     return made
 
 
-def test_json_line_has_the_fields_for_search() -> None:
-    line = json.loads(JsonLines().format(record(node="n1", trace="t1")))
-    assert line["message"] == "rank 3"
-    assert (line["node"], line["trace"], line["level"]) == ("n1", "t1", "info")
-    assert line["at"].endswith("+00:00")
-
-
-def test_a_text_line_shows_only_known_fields() -> None:
-    assert TextLines().format(record(node="n1", trace="")).endswith("rank 3 [node=n1]")
-    assert TextLines().format(record()).endswith("rank 3")
-
-
 def test_log_text_cannot_forge_lines_or_control_terminals() -> None:
-    """An agent's version, a trace: texts that a node chooses."""
+    """A node chooses texts such as its agent's version and its trace."""
     forged = record(node="n1", trace="t\n12:00:00 INFO    olga ordered to evict n2")
     forged.msg, forged.args = "agent %s", ("1\x1b[2J\r\n12:00:00 INFO    all is well",)
     first, *others = TextLines().format(forged).split("\n")

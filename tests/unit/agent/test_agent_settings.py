@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+
+from everstep.errors import ConfigurationError
 from everstep_agent.config import (
     PRESETS,
     PROGRAM,
     AgentSettings,
-    parse_listen_address,
     read_token,
 )
-
-from everstep.errors import ConfigurationError
-from tests.support.command_lines import agent_settings
+from everstep_agent.main import read_flags
+from tests.support.documents.command_lines import agent_settings
 
 NEEDED = ["--node", "n1", "--controller", "http://127.0.0.1:7700", "--run-dir", "/tmp/x", "--token-file", "/tmp/t"]
 
@@ -38,32 +40,13 @@ def test_settings_prefer_option_over_environment_over_preset() -> None:
     assert parsed().metrics_listen == "127.0.0.1:0"
 
 
-def test_launcher_and_kubernetes_variables_are_no_settings() -> None:
-    beside = {"EVERSTEP_LAUNCH_AGENT_SOCKET": "/run/agent.sock", "EVERSTEP_AGENT_SERVICE_HOST": "10.0.0.1"}
-    assert parsed(**beside) == parsed()
-
-
-def test_the_environment_has_the_same_types() -> None:
-    settings = parsed(
-        EVERSTEP_AGENT_DIE_WITH_PARENT="yes",
-        EVERSTEP_AGENT_SPOOL_MAX_REPORTS="100",
-        EVERSTEP_AGENT_STOPPED_AFTER_S="0.5",
-    )
-    assert (settings.die_with_parent, settings.spool_max_reports, settings.stopped_after_s) == (True, 100, 0.5)
-
-
-def test_an_unknown_or_unreadable_variable_is_refused_by_name() -> None:
+def test_unknown_or_unreadable_variable_is_refused_by_name() -> None:
     with pytest.raises(ConfigurationError, match="EVERSTEP_AGENT_SPOOL_REPORT: no such setting"):
         parsed(EVERSTEP_AGENT_SPOOL_REPORT="3")
     with pytest.raises(ConfigurationError, match="EVERSTEP_AGENT_SPOOL_MAX_REPORTS: 'many' is not a whole number"):
         parsed(EVERSTEP_AGENT_SPOOL_MAX_REPORTS="many")
     with pytest.raises(ConfigurationError, match="DIE_WITH_PARENT: 'maybe' is not true or false"):
         parsed(EVERSTEP_AGENT_DIE_WITH_PARENT="maybe")
-
-
-def test_controllers_are_a_list() -> None:
-    settings = agent_settings(["--controller", "http://a:1/, https://b:2", *NEEDED[:2], *NEEDED[4:]], {})
-    assert settings.controllers == ("http://a:1", "https://b:2")
 
 
 def test_virtual_gpus_disable_the_kernel_log() -> None:
@@ -105,11 +88,7 @@ def test_contradiction_is_refused_with_its_fix(fields: dict[str, Any], mend: str
         changed(**fields).validate()
 
 
-def test_a_node_without_metrics_needs_no_token() -> None:
-    assert changed(token_file=None, metrics_listen="").validate().token_file is None
-
-
-def test_a_token_is_one_word_in_a_file(tmp_path: Path) -> None:
+def test_token_is_one_word_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "token"
     with pytest.raises(ConfigurationError, match="cannot read the agent token file"):
         read_token(file, "agent token")
@@ -122,21 +101,19 @@ def test_a_token_is_one_word_in_a_file(tmp_path: Path) -> None:
     assert read_token(None, "agent token") == ""
 
 
-def test_addresses_to_listen_on_may_have_port_0() -> None:
-    assert parse_listen_address("127.0.0.1:0") == ("127.0.0.1", 0)
-    assert parse_listen_address("[::1]:80") == ("::1", 80)
-    for wrong in ("", "host", "host:x", ":1", "host:70000"):
-        with pytest.raises(ConfigurationError):
-            parse_listen_address(wrong)
-
-
 @pytest.mark.parametrize("preset", list(PRESETS))
 def test_every_preset_gives_values_of_the_settings_types(preset: str) -> None:
     for name, value in PRESETS[preset].items():
         assert msgspec.convert(value, PROGRAM.settings[name].type) == value
 
 
-@pytest.mark.parametrize("preset", list(PRESETS))
-def test_virtual_gpus_disable_the_kernel_log_in_every_preset(preset: str) -> None:
-    assert parsed("--preset", preset).kernel_log_path == "/dev/kmsg"
-    assert parsed("--preset", preset, "--virtual", "default").kernel_log_path == ""
+def test_flags_arrive_from_the_child_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["everstep-agent", "--node", "n1", "--vault-linger-s", "inf", "--run-dir", "/r"])
+    assert read_flags() == {"node": "n1", "vault_linger_s": math.inf, "run_dir": "/r"}
+
+
+def test_wrong_flag_ends_with_the_childs_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["everstep-agent", "--no-such-flag"])
+    with pytest.raises(SystemExit) as ended:
+        read_flags()
+    assert ended.value.code == 2

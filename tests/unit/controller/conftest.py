@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from everstep_controller.store.database import open_database
-from everstep_controller.store.writer import DatabaseWriter
 from sqlalchemy import Engine
 
-from tests.support.databases import give_schema
-from tests.support.postgres import postgres, postgres_server, postgres_template, postgres_with_schema
+from everstep_controller.store.database import open_database
+from everstep_controller.store.writer import DatabaseWriter
+from tests.support.services.postgres import postgres, postgres_server, postgres_template, postgres_with_schema
+from tests.support.services.sqlite import create_with_schema
 
 __all__ = ["database", "postgres", "postgres_server", "postgres_template", "postgres_with_schema"]
 
@@ -24,7 +24,7 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "sqlite":
         url = f"sqlite:///{tmp_path / 'controller.db'}"
         if migrated:
-            give_schema(url)
+            create_with_schema(url)
         yield url
     else:
         yield request.getfixturevalue("postgres_with_schema" if migrated else "postgres")
@@ -32,7 +32,7 @@ def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
 
 @pytest.fixture
 def engine(database: str) -> Iterator[Engine]:
-    """That database, with the newest schema."""
+    """The database with the newest schema."""
     engine = open_database(database)
     yield engine
     engine.dispose()

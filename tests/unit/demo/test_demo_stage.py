@@ -1,10 +1,9 @@
-"""How the demonstration follows a fault through the controller's log."""
+"""The demonstration follows a fault through the controller's log."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,14 +15,13 @@ from examples.demo.stage import RANKS, Stage
 from examples.demo.story import FaultRecord
 from examples.demo.view import View
 from examples.demo.watch import Watch
-from examples.demo.world import last_row
 
 
 @pytest.fixture
 def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     monkeypatch.setattr(Stage, "finish", lambda *_: None)
-    nobody: Any = None
-    return Stage(SimpleNamespace(), Watch(nobody, "demo", nobody), View(10, 0.0), nobody, 10)  # type: ignore[arg-type]
+    unused: Any = None
+    return Stage(SimpleNamespace(), Watch(unused, "demo", unused), View(10, 0.0), unused, 10)  # type: ignore[arg-type]
 
 
 def test_demo_fault_is_followed_by_event_and_trace(stage: Stage) -> None:
@@ -49,16 +47,8 @@ def test_demo_fault_detection_time_is_the_node_time(stage: Stage) -> None:
     assert record.found_at == 10.1
 
 
-def test_demo_evicts_no_node_twice(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Stage, "node_of", lambda _, rank: SimpleNamespace(name={3: "n2", 2: "n4", 1: "n5"}[rank]))
-    assert stage.node_to_evict(3, 2, 1).name == "n2"
-    stage.faults.append(FaultRecord("node_killed", "SIGKILL to all of n4", "n4"))
-    stage.faults.append(FaultRecord("xid_79", "XID 79", "n2", expected_eviction="n2"))
-    assert stage.node_to_evict(3, 2, 1).name == "n4"
-
-
-class Playing:
-    """A job of generation 3 on a whole roster, as the controller tells it and as its nodes' step logs do."""
+class PlayedJob:
+    """A job of generation 3 on a whole roster, as the controller and the nodes' step logs show it."""
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
@@ -67,12 +57,13 @@ class Playing:
         self.roster = list(self.logged)
         self.job = SimpleNamespace(state=JobState.RUNNING, generation=3, spares=1)
         self.resumed = RANKS
-        stage.world.nodes = {
-            name: SimpleNamespace(
-                name=name, rank_pid=lambda number, name=name: 77 if self.logged[name] == number else None
-            )
-            for name in self.logged
+        nodes: dict[str, Any] = {
+            name: SimpleNamespace(name=name, rank_pid=partial(self._rank_pid, name)) for name in self.logged
         }
+        stage.world.nodes = nodes
+
+    def _rank_pid(self, node: str, number: int) -> int | None:
+        return 77 if self.logged[node] == number else None
 
     def is_ready(self, spares: int = 1) -> bool:
         recovery = SimpleNamespace(generation=3, world_size=RANKS, resumed_ranks=self.resumed)
@@ -86,39 +77,18 @@ class Playing:
 @pytest.mark.parametrize(
     "spoil",
     [
-        lambda playing: playing.logged.update(n2=2),  # a replacement that has not made a step yet
-        lambda playing: playing.logged.update(n2=4),  # the controller's view is behind
-        lambda playing: playing.nodes.update(n4=NodeState.SUSPECT),
-        lambda playing: playing.roster.pop(),
-        lambda playing: setattr(playing, "resumed", RANKS - 1),
-        lambda playing: setattr(playing.job, "spares", 0),
-        lambda playing: setattr(playing.job, "state", JobState.PAUSED),
+        lambda played: played.logged.update(n2=2),  # a replacement without a finished step
+        lambda played: played.logged.update(n2=4),  # the controller lags behind
+        lambda played: played.nodes.update(n4=NodeState.SUSPECT),
+        lambda played: played.roster.pop(),
+        lambda played: setattr(played, "resumed", RANKS - 1),
+        lambda played: setattr(played.job, "spares", 0),
+        lambda played: setattr(played.job, "state", JobState.PAUSED),
     ],
 )
-def test_demo_fault_waits_for_complete_stepping_roster(stage: Stage, spoil: Callable[[Playing], None]) -> None:
-    playing = Playing(stage)
-    assert playing.is_ready()
+def test_demo_fault_waits_for_complete_stepping_roster(stage: Stage, spoil: Callable[[PlayedJob], None]) -> None:
+    played = PlayedJob(stage)
+    assert played.is_ready()
     assert stage.rank_of(stage.node_of(1)) == 77
-    spoil(playing)
-    assert not playing.is_ready()
-
-
-def test_demo_reports_training_ending_before_last_fault(stage: Stage) -> None:
-    playing = Playing(stage)
-    playing.is_ready()
-    stage.ready(spares=1)
-    playing.job.state = JobState.FINISHED
-    with pytest.raises(TimeoutError, match="give it more --steps"):
-        stage.ready()
-
-
-def test_last_log_row_skips_truncated_lines(tmp_path: Path) -> None:
-    log = tmp_path / "n1-5.jsonl"
-    assert last_row(log) is None
-    log.write_text("")
-    assert last_row(log) is None
-    rows = [{"generation": 3, "step": step, "samples": [step] * 2000} for step in (1, 2)]
-    log.write_text("".join(json.dumps(row) + "\n" for row in rows) + '{"generation": 4, "st')
-    assert last_row(log) is None, "the whole row lies before what is read"
-    log.write_text(json.dumps({"generation": 3, "step": 1}) + '\n{"generation": 4, "st')
-    assert last_row(log) == {"generation": 3, "step": 1}
+    spoil(played)
+    assert not played.is_ready()

@@ -35,7 +35,9 @@ SETS: dict[str, dict[str, Any]] = {
                 {"name": "r2", "nodeSelector": {"rack": "r2"}, "settings": {"vault_memory_limit_bytes": 1 << 40}},
             ],
         },
-        "controller": {"settings": {"retention_days": 30, "operator_event_loop_share": 0.25, "policy_lost_after_s": 8}},
+        "controller": {
+            "settings": {"retention_days": 30, "operator_event_loop_share": 0.25, "policy_liveness_lost_after_s": 8}
+        },
         "networkPolicy": ON,
         "remediation": {"backend": "webhook", "webhook": {"url": "https://hook.example/", "secretName": "hook"}},
     },
@@ -46,6 +48,6 @@ SETS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="session")
 def releases() -> dict[str, list[dict[str, Any]]]:
-    from tests.support.helm import render  # not for tests of other folders
+    from tests.support.services.helm import render  # not for tests of other folders
 
     return {name: render(values) for name, values in SETS.items()}

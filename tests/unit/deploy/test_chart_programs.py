@@ -1,4 +1,4 @@
-"""What the programs make of the containers' command lines, variables and probes."""
+"""The chart's command lines, variables and probes, as the programs parse them."""
 
 from __future__ import annotations
 
@@ -6,17 +6,15 @@ from functools import cache
 from typing import Any
 
 import pytest
-from everstep_agent.config import PROGRAM as AGENT
-from everstep_agent.config import AgentSettings
-from everstep_controller.api.routes import PLAIN_ROUTES
-from everstep_controller.config import PROGRAM as CONTROLLER
-from everstep_controller.config import ControllerSettings
 
 from everstep.settings import Program
 from everstep.vocabulary import Mode
-from tests.support.command_lines import agent_settings, controller_settings
-from tests.support.helm import (
-    NAMESPACE,
+from everstep_agent.config import PROGRAM as AGENT
+from everstep_agent.config import AgentSettings
+from everstep_controller.config import PROGRAM as CONTROLLER
+from everstep_controller.config import ControllerSettings
+from tests.support.documents.command_lines import agent_settings, controller_settings
+from tests.support.services.helm import (
     Manifest,
     chart,
     command_line,
@@ -24,7 +22,6 @@ from tests.support.helm import (
     environment,
     notes,
     of_kind,
-    pod_specs,
     render,
 )
 
@@ -39,11 +36,11 @@ CLUSTER = {
 
 
 def agents(release: list[Manifest]) -> list[Manifest]:
-    return [one for name, _, one in containers(release) if name.endswith("/agent")]
+    return [container for name, _, container in containers(release) if name.endswith("/agent")]
 
 
 def the_controller(release: list[Manifest]) -> Manifest:
-    (found,) = [one for name, _, one in containers(release) if name.endswith("/controller")]
+    (found,) = [container for name, _, container in containers(release) if name.endswith("/controller")]
     return found
 
 
@@ -90,20 +87,11 @@ def test_agents_accept_their_command_line(releases: Releases) -> None:
             assert settings.resolved_segment_dir.as_posix() == "/dev/shm/everstep/gpu-17.example.com"
 
 
-def test_agents_are_given_every_controller_by_name(releases: Releases) -> None:
-    for name, count in (("sqlite", 1), ("postgresql", 2), ("password", 3)):
-        (settings,) = agents_of(releases[name])
-        host = f"everstep-controllers.{NAMESPACE}.svc:7700"
-        assert settings.controllers == tuple(f"https://everstep-controller-{i}.{host}" for i in range(count))
-    advertised = controller_of(releases["password"]).advertise
-    assert f"https://{advertised}" in settings.controllers
-
-
 def test_tls_is_on_by_default_and_can_be_off(releases: Releases) -> None:
     secure, plain = controller_of(releases["sqlite"]), controller_of(releases["plain"])
     assert (secure.tls_certificate, secure.tls_key) == ("/tls/tls.crt", "/tls/tls.key")
     assert plain.tls_certificate == ""
-    assert [one.scheme for one in map(_Probe, probes(releases["plain"]))] == ["HTTP"] * 3
+    assert [probe.scheme for probe in map(_Probe, probes(releases["plain"]))] == ["HTTP"] * 3
     assert all(url.startswith("http://") for settings in agents_of(releases["plain"]) for url in settings.controllers)
     assert "WARNING" in notes({"tls": {"enabled": False}})
     assert "WARNING" not in notes()
@@ -113,52 +101,27 @@ def test_databases_of_the_controller(releases: Releases) -> None:
     assert controller_of(releases["sqlite"]).database == "sqlite:////var/lib/everstep/controller.sqlite"
     assert controller_of(releases["postgresql"]).database == CLUSTER["EVERSTEP_CONTROLLER_DATABASE"]
     assert controller_of(releases["password"]).database_password_file == "/private/database-password"
-    assert [bool(one["spec"].get("volumeClaimTemplates")) for one in of_kind(releases["sqlite"], "StatefulSet")] == [
-        True
-    ]
-    assert [bool(one["spec"].get("volumeClaimTemplates")) for one in of_kind(releases["password"], "StatefulSet")] == [
-        False
-    ]
-
-
-def test_settings_reach_the_programs_unchanged(releases: Releases) -> None:
-    settings = controller_of(releases["pools"])
-    assert settings.retention_days == 30
-    assert settings.operator_event_loop_share == 0.25
-    assert settings.policy.lost_after_s == 8
-    assert settings.policy.probe_required, "the agents' image has torch"
-    assert settings.remediation_backend == "webhook"
-    first, second = agents_of(releases["pools"])
-    assert (first.rack, second.rack) == ("r1", "unknown"), "a pool's settings come before those of all"
-    assert first.dcgm_names
-    assert second.vault_memory_limit_bytes == 1 << 40
+    assert [
+        bool(manifest["spec"].get("volumeClaimTemplates")) for manifest in of_kind(releases["sqlite"], "StatefulSet")
+    ] == [True]
+    assert [
+        bool(manifest["spec"].get("volumeClaimTemplates")) for manifest in of_kind(releases["password"], "StatefulSet")
+    ] == [False]
 
 
 def test_remediation_and_alerts_reach_the_controller(releases: Releases) -> None:
     settings = controller_of(releases["monitored"])
     assert settings.remediation_backend == "kubernetes"
     assert settings.kubernetes_evict_pods
-    assert settings.policy.remediation_mode is Mode.ENFORCE
+    assert settings.policy.remediation.mode is Mode.ENFORCE
     assert settings.alert_token_file == "/private/alerts"
-    assert controller_of(releases["sqlite"]).policy.remediation_mode is Mode.RECOMMEND
-
-
-def test_nodes_return_without_probes_where_agents_have_no_torch(releases: Releases) -> None:
-    assert not controller_of(releases["sqlite"]).policy.probe_required
-
-
-def test_simulated_gpus_need_no_driver(releases: Releases) -> None:
-    (settings,) = agents_of(releases["virtual"])
-    assert settings.virtual == "default:2"
-    ((_, spec),) = [(name, spec) for name, spec in pod_specs(releases["virtual"]) if name.startswith("DaemonSet/")]
-    assert "runtimeClassName" not in spec
-    assert [one["name"] for one in spec["containers"]] == ["agent"]
+    assert controller_of(releases["sqlite"]).policy.remediation.mode is Mode.RECOMMEND
 
 
 @pytest.mark.parametrize(("name", "program"), [("controller", CONTROLLER), ("agent", AGENT)])
 def test_managed_settings_are_those_the_chart_sets(name: str, program: Program, releases: Releases) -> None:
-    """They are refused in ``settings``, where they would have no effect."""
-    (checks,) = [one["data"] for one in chart().templates if one["name"] == "templates/_checks.tpl"]
+    """Managed settings are refused in ``settings``, where they would have no effect."""
+    (checks,) = [template["data"] for template in chart().templates if template["name"] == "templates/_checks.tpl"]
     listed = set(checks.partition(f'define "everstep.managed.{name}" -}}}}\n')[2].partition("\n")[0].split())
     found: set[str] = set()
     for key, release in releases.items():
@@ -182,15 +145,6 @@ class _Probe:
 def probes(release: list[Manifest]) -> list[dict[str, Any]]:
     container = the_controller(release)
     return [container[name] for name in ("startupProbe", "livenessProbe", "readinessProbe")]
-
-
-def test_controller_probes_ask_open_routes(releases: Releases) -> None:
-    for release in releases.values():
-        routes = {route.path for route in PLAIN_ROUTES.values() if route.access.name == "OPEN"}
-        ports = {port["name"] for port in the_controller(release)["ports"]}
-        for probe in map(_Probe, probes(release)):
-            assert probe.path in routes
-            assert probe.port in ports
 
 
 def test_standby_controllers_count_as_ready(releases: Releases) -> None:

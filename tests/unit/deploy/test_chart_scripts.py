@@ -19,16 +19,16 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from everstep_agent.config import read_token
-from everstep_agent.drivers.kmsg import KernelLog
-from everstep_controller.config import read_password, read_secret
 
 from everstep.bearer_tokens import Identity, TokenRole, hash_secret, verify_with_secret
 from everstep.client import Client
 from everstep.errors import Unavailable
 from everstep.wire.v1.enrolment import Credential, Issued, IssueJoin
-from tests.support.controllers import SECRET, ControllerProcess
-from tests.support.helm import CHART, Manifest, containers, render
+from everstep_agent.config import read_token
+from everstep_agent.drivers.kmsg import KernelLog
+from everstep_controller.config import read_password, read_secret
+from tests.support.fleet.controllers import SECRET, ControllerProcess
+from tests.support.services.helm import CHART, Manifest, containers, render
 
 
 def script(name: str) -> ModuleType:
@@ -175,7 +175,7 @@ def test_join_token_of_a_real_controller_enrols_nodes(api: SecretsApi, tmp_path:
 
 
 def the_job(release: list[Manifest]) -> Manifest:
-    (found,) = [one for name, _, one in containers(release) if name.endswith("/make-secrets")]
+    (found,) = [container for name, _, container in containers(release) if name.endswith("/make-secrets")]
     return found
 
 
@@ -232,7 +232,7 @@ def test_copied_secrets_are_readable_for_the_controller_alone(tmp_path: Path) ->
     """The kubelet shows files of a Secret as links to files that the group may read."""
     values = {"kind": "postgresql", "postgresql": {"secretName": "database", "passwordKey": "password"}}
     release = render({"controller": {"database": values}})
-    (copies,) = [one for name, _, one in containers(release) if name.endswith("/copy-secrets")]
+    (copies,) = [container for name, _, container in containers(release) if name.endswith("/copy-secrets")]
     shown, private = tmp_path / "secrets", tmp_path / "private"
     (shown / "..data").mkdir(parents=True)
     private.mkdir()
@@ -251,7 +251,7 @@ def test_copied_secrets_are_readable_for_the_controller_alone(tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives directories to another user")
 def test_prepared_directories_belong_to_the_agent(tmp_path: Path) -> None:
-    (prepare,) = [one for name, _, one in containers(render()) if name.endswith("/prepare-directories")]
+    (prepare,) = [container for name, _, container in containers(render()) if name.endswith("/prepare-directories")]
     script = prepare["command"][-1]
     folders = {}
     for mount in prepare["volumeMounts"]:
@@ -275,14 +275,6 @@ RECORDS = [
     b"6,813,1002,-;\n",
     b"12,814,1003,-;NVRM: Xid (PCI:0000:3b:00): 79, written by a program\n",
 ]
-
-
-def test_kernel_log_copy_reads_records_as_the_agent_does() -> None:
-    assert [kernel_log.text_of(record) for record in RECORDS if kernel_log.is_of_kernel(record)] == [
-        b"NVRM: Xid (PCI:0000:3b:00): 79, GPU has fallen off the bus.\n",
-        b"two\nlines\n",
-        b"\n",
-    ]
 
 
 def test_agent_reads_the_copied_kernel_log_from_a_pipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

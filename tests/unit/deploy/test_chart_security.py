@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.helm import Manifest, containers, of_kind, pod_specs
+from tests.support.services.helm import Manifest, containers, of_kind, pod_specs
 
 Releases = dict[str, list[Manifest]]
 ROOT_CONTAINERS = {"prepare-directories": ["CHOWN"], "kernel-log": None}
@@ -40,12 +40,6 @@ def test_root_containers_have_the_stated_rights_and_no_secrets(releases: Release
     assert found == ROOT_CONTAINERS
 
 
-def test_kernel_log_container_is_optional(releases: Releases) -> None:
-    names = {container["name"] for _, _, container in containers(releases["plain"])}
-    assert "agent" in names
-    assert "kernel-log" not in names
-
-
 def test_only_agents_see_the_node(releases: Releases) -> None:
     for release in releases.values():
         for name, spec in pod_specs(release):
@@ -61,12 +55,12 @@ def test_only_pods_that_call_kubernetes_hold_its_token(releases: Releases) -> No
         holders = {name.partition("/")[0] for name, spec in pod_specs(release) if spec["automountServiceAccountToken"]}
         expected = {"Job"} if key != "plain" else set()
         assert holders == expected | ({"StatefulSet"} if key == "monitored" else set()), key
-        assert all(one["automountServiceAccountToken"] is False for one in of_kind(release, "ServiceAccount"))
+        assert all(manifest["automountServiceAccountToken"] is False for manifest in of_kind(release, "ServiceAccount"))
 
 
 def test_secrets_job_may_only_read_its_own_secrets(releases: Releases) -> None:
-    for one in of_kind(releases["sqlite"], "Role"):
-        for rule in one["rules"]:
+    for manifest in of_kind(releases["sqlite"], "Role"):
+        for rule in manifest["rules"]:
             assert rule["resources"] == ["secrets"]
             assert rule["verbs"] == (["get"] if "resourceNames" in rule else ["create"])
     assert of_kind(releases["plain"], "Job", "Role") == [], "nothing is made with secrets.create=false"
@@ -83,19 +77,10 @@ def test_release_contains_no_secret(releases: Releases) -> None:
                     assert "secretKeyRef" in variable["valueFrom"], variable["name"]
 
 
-def test_agents_get_the_authority_without_its_key(releases: Releases) -> None:
-    for release in releases.values():
-        for name, spec in pod_specs(release):
-            if name.startswith("DaemonSet/"):
-                (secrets,) = [volume["projected"] for volume in spec["volumes"] if volume["name"] == "secrets"]
-                keys = [item["key"] for source in secrets["sources"] for item in source["secret"]["items"]]
-                assert set(keys) <= {"token", "agent", "ca.crt"}
-
-
 def test_fleet_secret_is_copied_for_the_controller_alone(releases: Releases) -> None:
     for release in releases.values():
         (found,) = [spec for name, spec in pod_specs(release) if name.startswith("StatefulSet/")]
-        (copies,) = [one for one in found["initContainers"] if one["name"] == "copy-secrets"]
+        (copies,) = [container for container in found["initContainers"] if container["name"] == "copy-secrets"]
         assert "umask 077" in copies["command"][-1]
         mounts = {mount["mountPath"] for mount in found["containers"][0]["volumeMounts"]}
         assert "/private" in mounts

@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support.helm import CHART, chart, engine, notes, of_kind, render
+from tests.support.services.helm import CHART, chart, engine, notes, of_kind, render
 
 VALUES: dict[str, Any] = yaml.safe_load((CHART / "values.yaml").read_text())
 SCHEMA: dict[str, Any] = json.loads((CHART / "values.schema.json").read_text())
-POSTGRESQL = {"kind": "postgresql", "postgresql": {"secretName": "db"}}
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -101,33 +100,13 @@ def test_every_value_has_a_comment() -> None:
     assert set(uncommented) <= grouped | {"runDir", "uid", "url", "requests", "limits"}
 
 
-def test_values_hold_no_secret() -> None:
-    """Values are shown by ``helm get values``: they name Secrets and keys in them."""
-    found = {path for path in _schema_leaves(SCHEMA) if re.search("password|token|secret", path[-1], re.IGNORECASE)}
-    named = {path for path in found if path[-1].lower().endswith(("secretname", "passwordkey", "pullsecrets"))}
-    assert found == named
-
-
 def test_every_value_is_used_by_a_template() -> None:
-    used = "\n".join(one["data"] for one in chart().templates)
+    used = "\n".join(template["data"] for template in chart().templates)
     for path in _schema_leaves(SCHEMA):
         assert path == ("global",) or re.search(rf"\.{path[-1]}\b", used), path
 
 
-def test_secret_names_can_be_given() -> None:
-    names = {"fleet": "a", "join": "b", "metrics": "c"}
-    found = render({"secrets": {"create": False, **names}, "tls": {"secretName": "d"}})
-    text = json.dumps(of_kind(found, "StatefulSet", "DaemonSet"))
-    assert set(re.findall(r'"(?:name|secretName)": "(\w)"', text)) == {"a", "b", "c", "d"}
-
-
-def test_names_follow_the_release() -> None:
-    names = {one["metadata"]["name"] for one in render({}, release="prod")}
-    assert "prod-everstep-controller" in names
-    assert {one["metadata"]["name"] for one in render({"fullnameOverride": "fleet"})} >= {"fleet-controller"}
-
-
-def test_notes_say_what_to_create_and_how_to_look() -> None:
+def test_notes_name_prerequisites_and_first_commands() -> None:
     shown = notes({"secrets": {"create": False}})
     assert "everstep-fleet (key secret)" in shown
     assert "everstep-tls (keys tls.crt, tls.key, ca.crt)" in shown
@@ -142,5 +121,6 @@ def test_secrets_job_gets_another_name_when_it_changes() -> None:
         return str(job["metadata"]["name"])
 
     assert name({}) == name({"controller": {"settings": {"retention_days": 3}}})
-    changed = [{}, {"image": {"registry": "r", "tag": "2"}}, {"tls": {"enabled": False}}, {"user": {"uid": 5}}]
+    image: dict[str, Any] = {"image": {"registry": "r", "tag": "2"}}
+    changed = [{}, image, {"tls": {"enabled": False}}, {"user": {"uid": 5}}]
     assert len({name(values) for values in changed}) == 4

@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from everstep.bearer_tokens import TokenRole, mint
 from everstep_controller.api.routes import (
     CREDENTIAL_ROUTES,
     HISTORY_ROUTES,
@@ -21,11 +23,10 @@ from everstep_controller.api.routes import (
     POLICY_ROUTES,
 )
 from everstep_controller.server.responses import TITLES, TYPE_PREFIX
-
-from everstep.bearer_tokens import TokenRole, mint
-from tests.support.controllers import SECRET, controller_process
-from tests.support.eventful import EventfulFleet, write_settings
-from tests.support.forked import ForkPool
+from tests.support.fleet.controllers import SECRET, controller_process
+from tests.support.fleet.fleet_with_faults import FleetWithFaults, write_settings
+from tests.support.processes.fork_pool import ForkPool
+from tools.docs_site import client_methods
 
 REFERENCE = Path(__file__).parents[3] / "docs" / "reference"
 PAGES = (
@@ -52,7 +53,7 @@ OF_VAULTS = {"checkpoint", "digest_mismatch", "not_restorable", "slot_memory"}
 
 @dataclass(frozen=True)
 class Step:
-    """A command and what the document shows of its output."""
+    """A command and its output in the document."""
 
     command: str
     shown: str
@@ -80,7 +81,7 @@ def text() -> str:
 
 
 def setup() -> str:
-    """What has to be typed once, before the examples."""
+    """Return the commands that a reader types once, before the examples."""
     return "\n".join(block for language, block in BLOCK.findall(text()) if language == "sh")
 
 
@@ -91,8 +92,8 @@ def examples() -> list[tuple[Step, ...]]:
 
 
 def _steps(block: str) -> Iterator[Step]:
-    for said in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
-        lines = said.splitlines()
+    for command in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+        lines = command.splitlines()
         last = next(number for number, line in enumerate(lines) if not line.endswith("\\"))
         yield Step("\n".join(lines[: last + 1]), "\n".join(lines[last + 1 :]).strip())
 
@@ -145,7 +146,7 @@ class Reading:
 def reading(program_forks: ForkPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Reading]:
     folder = tmp_path_factory.mktemp("examples")
     with controller_process(folder, program_forks, arguments=("--settings", str(write_settings(folder)))) as process:
-        EventfulFleet(process.ask, process).wait_for_progress()
+        FleetWithFaults(process.ask, process).wait_for_progress()
         home = folder / "olga"
         home.mkdir()
         terminal = Terminal(home, process.url)
@@ -153,8 +154,6 @@ def reading(program_forks: ForkPool, tmp_path_factory: pytest.TempPathFactory) -
         assert done.status == 0, done.complaint
         yield Reading(terminal)
 
-
-# --- shapes ------------------------------------------------------------------------------------------------------
 
 MORE = "..."
 """The key of an object of which the document leaves something out."""
@@ -182,7 +181,7 @@ def complaint_about(shown: Any, real: Any, place: str = "answer") -> str:
             return f"{place}: shown are {sorted(shown)}, answered {sorted(real)}"
         return next(filter(None, (complaint_about(shown[key], real[key], f"{place}.{key}") for key in wanted)), "")
     if isinstance(shown, list) and isinstance(real, list):
-        return next(filter(None, (_unlike_all(one, real, f"{place}[{i}]") for i, one in enumerate(shown))), "")
+        return next(filter(None, (_unlike_all(item, real, f"{place}[{i}]") for i, item in enumerate(shown))), "")
     alike = _kind(shown) == _kind(real) and (place.split(".")[-1] not in SENTENCES or _says(shown, real))
     return "" if alike else f"{place}: shown is {shown!r}, answered {real!r}"
 
@@ -193,8 +192,8 @@ SENTENCES = ("sentence", "complaint", "reason", "breaker", "detail", "title")
 
 def _says(shown: str, real: str) -> bool:
     words, left_out, _ = shown.partition("...")
-    told, said = _numberless(words.rstrip() if left_out else words), _numberless(real)
-    return said.startswith(told) if left_out else said == told
+    expected, actual = _numberless(words.rstrip() if left_out else words), _numberless(real)
+    return actual.startswith(expected) if left_out else actual == expected
 
 
 def _numberless(text: str) -> str:
@@ -218,7 +217,7 @@ def _frames(text: str) -> list[dict[str, str]]:
 
 
 def _streamed(text: str) -> list[Any]:
-    return [{**one, "data": read_shown(one["data"])} if "data" in one else one for one in _frames(text)]
+    return [{**frame, "data": read_shown(frame["data"])} if "data" in frame else frame for frame in _frames(text)]
 
 
 def check_output(step: Step, output: str) -> None:
@@ -231,9 +230,6 @@ def check_output(step: Step, output: str) -> None:
         assert [line.split()[:1] for line in output.splitlines()] == first
 
 
-# --- examples ----------------------------------------------------------------------------------------------------
-
-
 def _name(block: tuple[Step, ...]) -> str:
     path = re.search(r"EVERSTEP_CONTROLLER/([\w./-]+)", block[0].command)
     return path[1].replace("/", "-") if path else block[0].command.split()[0]
@@ -243,12 +239,12 @@ def _name(block: tuple[Step, ...]) -> str:
 @pytest.mark.parametrize("number", range(len(examples())), ids=[_name(block) for block in examples()])
 def test_examples_answer_as_shown(reading: Reading, number: int) -> None:
     for step, done in reading.up_to(number):
-        told = f"{step.command}\n{done.output}\n{done.complaint}"
+        output = f"{step.command}\n{done.output}\n{done.complaint}"
         if TYPE_PREFIX in step.shown:
-            assert (done.status, done.http) == (CURL_REFUSED, str(read_shown(step.shown)["status"])), told
+            assert (done.status, done.http) == (CURL_REFUSED, str(read_shown(step.shown)["status"])), output
         else:
-            assert done.status == (CURL_BROKE_OFF if step.streams else 0), told
-            assert done.http[:1] in ("", "2"), told
+            assert done.status == (CURL_BROKE_OFF if step.streams else 0), output
+            assert done.http[:1] in ("", "2"), output
         check_output(step, done.output)
 
 
@@ -271,8 +267,8 @@ def test_examples_cover_every_operator_route() -> None:
 
 def test_errors_page_lists_every_code() -> None:
     page = (REFERENCE / "rest-errors.md").read_text()
-    told = {code for cell in re.findall(r"^\| (`.*?`) \| \d+ \|", page, re.M) for code in re.findall(r"`(\w+)`", cell)}
-    assert told == TITLES.keys() - OF_VAULTS - {"protocol", "http"}
+    codes = {code for cell in re.findall(r"^\| (`.*?`) \| \d+ \|", page, re.M) for code in re.findall(r"`(\w+)`", cell)}
+    assert codes == TITLES.keys() - OF_VAULTS - {"protocol", "http"}
 
 
 @pytest.mark.parametrize(
@@ -294,3 +290,34 @@ def test_errors_page_lists_every_code() -> None:
 )
 def test_examples_compare_shapes_and_sentences(shown: str, real: Any, differs: bool) -> None:
     assert bool(complaint_about(read_shown(shown), real)) is differs
+
+
+PAGE = Path(__file__).parents[3] / "docs" / "reference" / "client.md"
+EXAMPLES = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def test_examples_of_client_page_run(
+    program_forks: ForkPool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    token = tmp_path / "olga.token"
+    token.write_text(mint(SECRET, TokenRole.OPERATOR, "olga"))
+    with controller_process(tmp_path, program_forks) as process:
+        monkeypatch.setenv("EVERSTEP_CONTROLLER", process.url)
+        monkeypatch.setenv("EVERSTEP_TOKEN_FILE", str(token))
+        names: dict[str, Any] = {}
+        for example in EXAMPLES:
+            exec(compile(example, str(PAGE), "exec"), names)
+    shown = capsys.readouterr().out
+    assert "0 nodes, 0 jobs" in shown
+    assert "olga issued" in shown
+    assert "there is no node-17" in shown
+
+
+def test_methods_page_names_every_route_with_its_parameters() -> None:
+    routes = {name: (route, answer) for name, route, answer in client_methods.methods()}
+    assert routes["drain"] == ("POST /v1/nodes/{node}/drain", "ChangeResult")
+    assert routes["nodes"] == ("GET /v1/nodes", "entries of NodeList")
+    assert "| `resize_job` | `POST /v1/jobs/{job}/resize` | `ChangeResult` |" in client_methods.page()

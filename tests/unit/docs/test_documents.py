@@ -1,4 +1,4 @@
-"""What the documents say exists: links, make targets, commands and their flags, tests, routes, methods, alerts."""
+"""Links, make targets, commands, flags, tests, routes, methods and alerts in documents exist."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ from typing import Any
 import pytest
 import typer
 import yaml
-from everstep_agent.findings.rules import load_policy
-from everstep_controller import rulebook
-from everstep_controller.api import web_page
-from everstep_controller.config import load_settings
-from everstep_controller.core.policy import CorePolicy
-from everstep_controller.core.records import JOB_TRANSITIONS
-from everstep_controller.rulebook import with_rules
 from fastapi.testclient import TestClient
 
 from everstep.cli.policy import _read as read_change
 from everstep.vocabulary import JobState, NodeState
-from tests.support.command_lines import PROGRAMS, agent_settings, controller_settings, parse
-from tests.support.controllers import InProcess
+from everstep.wire.v1.agent import Domain, Gpu, Host
+from everstep.wire.v1.operator_history import Evidence, EvidenceNote
+from everstep_agent.findings.rules import load_policy
+from everstep_controller.api import web_page
+from everstep_controller.config import load_settings
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.core.records import JOB_TRANSITIONS
+from everstep_controller.policy import rulebook
+from everstep_controller.policy.rulebook import with_rules
+from tests.support.documents.command_lines import PROGRAMS, agent_settings, controller_settings, parse
+from tests.support.documents.markdown import FENCE, anchors
+from tests.support.fleet.controllers import InProcess
 from tools.docs_site import rest
 from tools.docs_site.hook import PAGES
 
@@ -37,18 +40,8 @@ GENERATED = {DOCS / path for path in PAGES}
 NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
 each_document = pytest.mark.parametrize("document", DOCUMENTS, ids=NAMES)
 
-FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 TEST = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
-
-
-# --- links -------------------------------------------------------------------------------------------------------
-
-
-def anchors(text: str) -> set[str]:
-    """What headings can be linked to by, as GitHub makes them."""
-    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @each_document
@@ -77,9 +70,6 @@ def prose(document: Path) -> str:
     return FENCE.sub("", document.read_text())
 
 
-# --- commands ----------------------------------------------------------------------------------------------------
-
-
 @functools.cache
 def command_lines(document: Path) -> list[list[str]]:
     """Words of every simple command in a fenced block of no language or of a shell's."""
@@ -106,7 +96,7 @@ def simple_commands(line: str) -> Iterator[list[str]]:
 
 
 def check(program: str, arguments: list[str]) -> None:
-    """Raises Typer's error for what a program does not take, and ConfigurationError for impossible settings."""
+    """Raises Typer's error for refused arguments, and ConfigurationError for impossible settings."""
     if program == "everstep" and arguments[:1] == ["replay"]:  # it hands its words on
         program = "everstep-controller"
     command, _ = parse(program, arguments)
@@ -139,7 +129,7 @@ def test_every_documented_settings_file_is_accepted(document: Path, tmp_path: Pa
         if tomllib.loads(block).keys() <= {"policy", "rule"}:  # a change to be tried, or a file in policy_dir
             change = read_change(file)
             assert rulebook.check_change(with_rules(CorePolicy()), change).error == ""
-        elif "xid" in tomllib.loads(block):  # a site's word to its agents
+        elif tomllib.loads(block).keys() & {"xid", "line", "benign"}:  # a site's word to its agents
             load_policy([file])
         else:
             load_settings({"secret_file": "secret", "settings": str(file)}, {})
@@ -157,9 +147,6 @@ def test_documents_call_every_program() -> None:
     """The checks above would pass on documents they cannot read."""
     called = {words[0] for document in DOCUMENTS for words in command_lines(document)}
     assert called >= {*PROGRAMS, "make"}
-
-
-# --- tests -------------------------------------------------------------------------------------------------------
 
 
 def functions_of(path: str) -> set[str]:
@@ -202,9 +189,6 @@ def test_every_file_of_gpu_tests_is_on_the_page() -> None:
     named = set(re.findall(r"`(tests/[\w/]+\.py)`", section("docs/how-to/gpu.md", "## Tests that need a GPU")))
     files = [path for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()]
     assert named == {str(path.relative_to(ROOT)) for path in files if path != Path(__file__)}
-
-
-# --- what there is -----------------------------------------------------------------------------------------------
 
 
 def test_rest_page_has_the_routes_of_the_application(tmp_path: Path) -> None:
@@ -250,3 +234,26 @@ def test_every_state_is_drawn_and_explained() -> None:
     nodes, jobs = "docs/concepts/node-states.md", "docs/concepts/job-states.md"
     assert {row[0] for row in rows(nodes, "## States")} == drawn_states(nodes) == set(NodeState)
     assert {row[0] for row in rows(jobs, "# The life of a job")} == drawn_states(jobs) == set(JobState)
+
+
+PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "rest-examples-findings.md").read_text()
+LIST = PAGE.partition("The document has these fields:\n\n")[2].partition("\n\n")[0]
+ITEMS = [item.partition(": ")[::2] for item in re.split(r"^- ", LIST, flags=re.MULTILINE)[1:]]
+
+
+def _named(text: str) -> list[str]:
+    return re.findall(r"`(\w+)`", text)
+
+
+@pytest.mark.promise("vendor-document")
+def test_evidence_page_names_every_field_once() -> None:
+    fields = [name for names, _ in ITEMS for name in _named(names)]
+    assert sorted(fields) == sorted(Evidence.__struct_fields__)
+
+
+@pytest.mark.parametrize(
+    ("field", "kind"), [("domain", Domain), ("host", Host), ("gpus", Gpu), ("history", EvidenceNote)]
+)
+def test_evidence_page_names_fields_of_parts(field: str, kind: type[Domain | Host | Gpu | EvidenceNote]) -> None:
+    (text,) = [text for names, text in ITEMS if field in _named(names)]
+    assert set(kind.__struct_fields__) <= set(_named(text))

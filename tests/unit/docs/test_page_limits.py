@@ -18,8 +18,3 @@ def test_page_is_short_enough(page: Path) -> None:
     long = [line for line in lines if len(re.sub(r"https?://[^\s)]+", "", line)) > CHARACTERS]
     assert long == []
     assert len(lines) <= LINES
-
-
-def test_pages_lie_in_sections() -> None:
-    """The site leaves out pages beside docs/index.md, so none may be there."""
-    assert [page.name for page in DOCS.glob("*.md")] == ["index.md"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.promises import promises_marked_in
+from tests.support.plugins.promises import promises_marked_in
 
 ROOT = Path(__file__).parents[3]
 PAGE = ROOT / "docs" / "concepts" / "guarantees.md"
@@ -31,14 +31,9 @@ def test_promises_and_marked_tests_agree() -> None:
     assert not marked - set(NAMED.findall(page)), f"the page lacks {sorted(marked - set(NAMED.findall(page)))}"
 
 
-def test_marks_are_found_in_source() -> None:
-    source = '@pytest.mark.promise("a", "b-c")\ndef test_x(): ...\nMARKS = [pytest.mark.promise("d")]\n# promise("e")\n'
-    assert promises_marked_in(source) == {"a", "b-c", "d"}
-
-
 def test_promises_option_lists_promises_and_runs_nothing(pytester: pytest.Pytester) -> None:
     pytester.makeini("[pytest]\nmarkers = promise: ids\n")
-    pytester.makeconftest("from tests.support.promises import *\n")
+    pytester.makeconftest("from tests.support.plugins.promises import *\n")
     pytester.makepyfile(
         test_both="""
         import pytest

@@ -65,20 +65,9 @@ def test_site_has_every_script_that_it_names(site: Path) -> None:
             assert (folder / address.partition("?")[0].lstrip("/")).exists(), f"{page}: {address}"
 
 
-def test_site_styles_import_nothing_from_outside(site: Path) -> None:
-    for style in site.rglob("*.css"):
-        assert not re.search(r"(@import|url\()\s*[\"']?(https?:)?//", style.read_text()), style
-
-
 def test_site_has_every_generated_page(site: Path) -> None:
     for path in PAGES:
         assert (site / path).with_suffix(".html").is_file()
-
-
-def test_site_bundles_mermaid_where_diagrams_are(site: Path) -> None:
-    for page in pages(site):
-        scripts = [address for address in Tags(page).fetched if address.endswith("mermaid.min.js")]
-        assert bool(scripts) == ('class="mermaid"' in page.read_text()), page
 
 
 def test_python_page_documents_every_public_name(site: Path) -> None:
@@ -87,7 +76,3 @@ def test_python_page_documents_every_public_name(site: Path) -> None:
     members = [name for name, _ in inspect.getmembers(everstep.Run) if not name.startswith("_")]
     missing += [f"Run.{name}" for name in members if f"everstep.Run.{name}" not in ids]
     assert missing == []
-
-
-def test_site_has_a_search_index(site: Path) -> None:
-    assert "everstep-launch" in (site / "search" / "search_index.json").read_text()

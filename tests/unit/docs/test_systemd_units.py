@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command_lines import agent_settings, controller_settings
+from tests.support.documents.command_lines import agent_settings, controller_settings
 
 UNITS = Path(__file__).parents[3] / "deploy" / "systemd"
 
@@ -55,12 +55,6 @@ def test_controller_unit_command_line_is_accepted() -> None:
     program, *arguments = command("everstep-controller.service")
     assert program.endswith("/everstep-controller")
     assert controller_settings(arguments, {}).listen == "h:1"
-
-
-def test_systemd_units_restart_without_limit() -> None:
-    for unit in ("everstep-agent.service", "everstep-controller.service"):
-        assert settings_of(unit)["Restart"] == ["always"]
-        assert settings_of(unit)["StartLimitIntervalSec"] == ["0"]
 
 
 def test_agent_unit_hides_nothing_that_the_agent_reads() -> None:

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import json
 import logging
 
 import pytest
 
 from everstep.clock import ManualClock
-from everstep.log_lines import MAX_CHARACTERS, LogThrottle, SafeFormatter
+from everstep.log_lines import JsonLineFormatter, LogThrottle, SafeFormatter
 
 log = logging.getLogger("throttled")
 
@@ -25,21 +26,15 @@ def test_log_throttle_counts_lines_beyond_the_burst(caplog: pytest.LogCaptureFix
     assert caplog.messages[4:] == ["peer 101 is refused"]
 
 
-def test_log_throttle_shortens_long_lines(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    LogThrottle(log, ManualClock().monotonic)(logging.WARNING, "%s", "x" * 10_000)
-    (message,) = caplog.messages
-    assert message == "x" * MAX_CHARACTERS + "... (10000 characters)"
-
-
-def test_log_throttle_ignores_lines_below_the_log_level(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.WARNING)
-    say = LogThrottle(log, ManualClock().monotonic, burst=1)
-    say(logging.INFO, "not shown")
-    say(logging.WARNING, "shown")
-    assert caplog.messages == ["shown"]
-
-
 def test_launcher_lines_have_no_controls() -> None:
     record = logging.LogRecord("x", logging.INFO, "", 0, "node %s", ("\x9b2J\u202e",), None)
     assert SafeFormatter("everstep-launch: %(message)s").format(record) == "everstep-launch: node \ufffd2J\ufffd"
+
+
+def test_json_line_has_the_fields_for_search() -> None:
+    record = logging.makeLogRecord({"name": "agent", "levelname": "INFO", "msg": "rank %d", "args": (3,)})
+    record.node, record.trace = "n1", "t1"
+    line = json.loads(JsonLineFormatter().format(record))
+    assert line["message"] == "rank 3"
+    assert (line["node"], line["trace"], line["level"]) == ("n1", "t1", "info")
+    assert line["at"].endswith("+00:00")

@@ -1,4 +1,4 @@
-"""Tokens and documents of a provider: which are accepted, and why others are not."""
+"""Tokens and documents of an identity provider, and the reasons of refusals."""
 
 from __future__ import annotations
 
@@ -8,23 +8,22 @@ from typing import Any
 
 import pytest
 from joserfc import jwt
-from joserfc.jwk import ECKey, OctKey, RSAKey
-from joserfc.jws import JWSRegistry
+from joserfc.jwk import OctKey, RSAKey
 
 from everstep import oidc
 from everstep.errors import AuthenticationError, ConfigurationError, Unavailable
 from everstep.system_clock import SYSTEM_CLOCK
-from tests.support.openid_provider import CLIENT, OpenidProvider, new_key
+from tests.support.services.openid_provider import CLIENT, OpenidProvider, new_key
 
 NOW = SYSTEM_CLOCK.wall()
 
 
 @pytest.fixture(scope="module")
 def provider() -> Any:
-    one = OpenidProvider()
-    one.claims |= {"iat": NOW, "exp": NOW + one.lifetime_s}  # the tests' time stands still at NOW
-    yield one
-    one._server.server_close()
+    provider = OpenidProvider()
+    provider.claims |= {"iat": NOW, "exp": NOW + provider.lifetime_s}  # the tests' time stands still at NOW
+    yield provider
+    provider._server.server_close()
 
 
 @pytest.fixture
@@ -132,12 +131,6 @@ def test_damaged_token_is_refused(provider: OpenidProvider, keys: oidc.Keys, tok
         verify(provider, keys, token)
 
 
-def test_deeply_nested_header_is_refused(provider: OpenidProvider, keys: oidc.Keys) -> None:
-    deep = base64.urlsafe_b64encode(b'{"a":' + b"[" * 3000).decode().rstrip("=")
-    with pytest.raises(AuthenticationError):
-        verify(provider, keys, deep + ".e30.AAAA")
-
-
 def test_key_must_allow_the_algorithm(provider: OpenidProvider, keys: oidc.Keys) -> None:
     claims = {"iss": provider.issuer, "aud": CLIENT, "sub": "x", "exp": NOW + 60}
     same = RSAKey.import_key(provider.keys[0].as_dict(private=True) | {"alg": "PS256"})
@@ -146,7 +139,7 @@ def test_key_must_allow_the_algorithm(provider: OpenidProvider, keys: oidc.Keys)
         verify(provider, keys, token)
 
 
-def test_keys_leave_out_what_cannot_sign(provider: OpenidProvider) -> None:
+def test_keys_leave_out_other_than_signing_keys(provider: OpenidProvider) -> None:
     good = provider.keys[0].as_dict(private=False)
     encryption = good | {"kid": "e", "use": "enc"}
     shared = {"kty": "oct", "kid": "s", "k": "AAAA"}
@@ -157,12 +150,13 @@ def test_keys_leave_out_what_cannot_sign(provider: OpenidProvider) -> None:
     assert keys.has("k1")
     assert keys.has("")
     assert not any(keys.has(name) for name in "eswxy")
-    for empty in ({"keys": others}, {"keys": []}, {"keys": 7}, {}):
+    without_keys: tuple[dict[str, object], ...] = ({"keys": others}, {"keys": []}, {"keys": 7}, {})
+    for document in without_keys:
         with pytest.raises(Unavailable, match="no key"):
-            oidc.Keys.read(json.dumps(empty).encode(), "keys")
+            oidc.Keys.read(json.dumps(document).encode(), "keys")
 
 
-def test_token_of_unknown_key_is_told_apart(provider: OpenidProvider, keys: oidc.Keys) -> None:
+def test_token_of_unknown_key_raises_unknown_key(provider: OpenidProvider, keys: oidc.Keys) -> None:
     with pytest.raises(oidc.UnknownKey):
         verify(provider, keys, provider.token(header={"kid": "k9"}))
     two = oidc.Keys.read(
@@ -170,22 +164,6 @@ def test_token_of_unknown_key_is_told_apart(provider: OpenidProvider, keys: oidc
     )
     with pytest.raises(oidc.UnknownKey):
         two.find("")
-
-
-def test_header_may_have_private_fields_and_a_certificate(provider: OpenidProvider, keys: oidc.Keys) -> None:
-    claims = {"iss": provider.issuer, "aud": CLIENT, "sub": "x", "exp": NOW + 60, "groups": ["g" * 36] * 180}
-    loose = JWSRegistry(strict_check_header=False)
-    head = {"alg": "RS256", "kid": "k1", "pi.atm": "3", "x5c": ["A" * 1000]}
-    token = jwt.encode(head, claims, provider.keys[0], registry=loose)
-    assert len(token) > 10_000
-    assert verify(provider, keys, token)["sub"] == "x"
-
-
-def test_elliptic_curve_key_verifies(provider: OpenidProvider) -> None:
-    key = ECKey.generate_key("P-256", parameters={"kid": "ec"})
-    keys = oidc.Keys.read(json.dumps({"keys": [key.as_dict(private=False)]}).encode(), "keys")
-    claims = {"iss": provider.issuer, "aud": "api", "sub": "x", "exp": NOW + 60}
-    assert verify(provider, keys, jwt.encode({"alg": "ES256", "kid": "ec"}, claims, key))["sub"] == "x"
 
 
 @pytest.mark.parametrize(

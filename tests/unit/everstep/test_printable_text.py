@@ -21,7 +21,7 @@ HARMFUL = [
 
 def test_controls_are_replaced_in_text() -> None:
     shown = escape_control("".join(HARMFUL) + "Grüße, 你好, שלום, 🙂")
-    assert shown == "".join("\n" if one == "\n" else "\ufffd" for one in HARMFUL) + "Grüße, 你好, שלום, 🙂"
+    assert shown == "".join("\n" if character == "\n" else "\ufffd" for character in HARMFUL) + "Grüße, 你好, שלום, 🙂"
 
 
 @pytest.mark.parametrize("indent", [0, 2])

@@ -21,12 +21,11 @@ import pytest
 from msgspec import msgpack  # a MessagePack library, as any other
 
 from everstep.bearer_tokens import TokenRole, mint
-from tests.support.controllers import SECRET, ControllerProcess, controller_process
-from tests.support.forked import ForkPool
-from tests.support.vaults import JOB, Vaults, vaults
-from tests.support.vaults import SECRET as JOB_SECRET
+from tests.support.fleet.controllers import SECRET, ControllerProcess, controller_process
+from tests.support.processes.fork_pool import ForkPool
+from tests.support.vaults.vault_process import JOB, Vaults, vaults
+from tests.support.vaults.vault_process import SECRET as JOB_SECRET
 
-PAGE = (Path(__file__).parents[3] / "docs" / "reference" / "protocol.md").read_text()
 DEADLINE_S = 60.0
 LIFE = 1795178529000
 
@@ -141,7 +140,7 @@ def test_page_client_registers_and_receives_directive(agent: PageAgent) -> None:
 
 
 def test_page_client_sends_frame_with_the_upgrade_request(controller: ControllerProcess) -> None:
-    """What is sent before the answer to the upgrade is read is taken all the same."""
+    """Frames that are sent before the answer to the upgrade is read are processed all the same."""
     address, body = controller.url.removeprefix("http://"), b'{"incarnation": 1, "seq": 1, "sent_at": 0.0}'
     token = mint(SECRET, TokenRole.AGENT, "n1")
     head = f"GET /v1/agents/n1/session HTTP/1.1\r\nHost: {address}\r\nConnection: Upgrade\r\nUpgrade: everstep/1\r\n"
@@ -152,13 +151,6 @@ def test_page_client_sends_frame_with_the_upgrade_request(controller: Controller
         while not answer.endswith(b"\r\n\r\n"):
             answer += stream.read(1)
         assert stream.read(5)[4] == 21, "REFUSED: this life has not registered"
-
-
-def test_page_client_receives_reason_of_refused_frame(agent: PageAgent) -> None:
-    agent.beat(1, findings=[])
-    refused = agent.expect(21)
-    assert (refused["frame_kind"], refused["code"]) == (2, "not_found"), "this life has not registered"
-    assert agent.register()["protocol"] == 1, "the session goes on"
 
 
 @pytest.mark.parametrize(
@@ -181,17 +173,6 @@ def test_page_client_session_ends_on_oversized_frame(agent: PageAgent) -> None:
         agent.frame()
 
 
-def test_protocol_page_lists_every_frame_number() -> None:
-    """The table of the page is what the code has: one that is added there has to be described."""
-    from everstep.wire.v1.agent import FrameKind
-
-    rows = dict(re.findall(r"^\| (\d+) \| `([A-Z_]+)` \|", PAGE, re.MULTILINE))
-    assert {int(number): name for number, name in rows.items()} == {frame.value: frame.name for frame in FrameKind}
-
-
-# --- vaults ----------------------------------------------------------------------------------------------------------
-
-
 class PagePeer(Stream):
     """A vault's client, from the section "Between vaults, byte by byte"."""
 
@@ -200,7 +181,8 @@ class PagePeer(Stream):
         self.sock.sendall(len(data).to_bytes(4, "big") + data)
 
     def receive(self) -> dict[str, Any]:
-        return msgpack.decode(self.read(int.from_bytes(self.read(4), "big")))
+        message: dict[str, Any] = msgpack.decode(self.read(int.from_bytes(self.read(4), "big")))
+        return message
 
     def prove(self, secret: str, to: str) -> dict[str, Any]:
         """Goes through the challenge; the last answer."""
@@ -211,8 +193,8 @@ class PagePeer(Stream):
             return challenge
 
         def mac(role: str) -> bytes:
-            said = ["everstep/1/vault", role, JOB, "n1", to, challenge["protocol"], nonce, challenge["nonce"]]
-            return hmac.new(secret.encode(), msgpack.encode(said), hashlib.sha256).digest()
+            signed = ["everstep/1/vault", role, JOB, "n1", to, challenge["protocol"], nonce, challenge["nonce"]]
+            return hmac.new(secret.encode(), msgpack.encode(signed), hashlib.sha256).digest()
 
         assert challenge["protocol"] == 2
         self.send(type="Proof", mac=mac("client"))
@@ -250,8 +232,3 @@ def test_vault_refuses_page_client_with_wrong_secret(peer: PagePeer, secret: str
     assert (refused["type"], refused["code"]) == ("TransferRefused", "unauthenticated")
     with pytest.raises(EOFError):
         peer.receive()
-
-
-def test_vault_refuses_protocol_version_1(peer: PagePeer) -> None:
-    peer.send(type="Greeting", protocols=[1], job=JOB, node="n1", peer="n2", nonce=bytes(32))
-    assert peer.receive()["code"] == "protocol_version"

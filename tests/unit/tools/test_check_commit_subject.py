@@ -11,7 +11,7 @@ HOOK = Path(__file__).parents[3] / "tools" / "check_commit_subject.py"
 
 
 @pytest.mark.parametrize(
-    ("message", "said"),
+    ("message", "complaint"),
     [
         ("vault: hash copies in one pass\n\nWhy: a second pass costs memory bandwidth.\n", ""),
         ("core, sim: move eviction into health\n", ""),
@@ -24,8 +24,8 @@ HOOK = Path(__file__).parents[3] / "tools" / "check_commit_subject.py"
         ("vault: " + "hash " * 20 + "\n", "at most 72"),
     ],
 )
-def test_commit_subject_hook_checks_format(tmp_path: Path, message: str, said: str) -> None:
+def test_commit_subject_hook_checks_format(tmp_path: Path, message: str, complaint: str) -> None:
     file = tmp_path / "COMMIT_EDITMSG"
     file.write_text(message)
     ended = subprocess.run([HOOK, file], capture_output=True, text=True, timeout=30)
-    assert (ended.returncode, said in ended.stderr) == (1 if said else 0, True)
+    assert (ended.returncode, complaint in ended.stderr) == (1 if complaint else 0, True)

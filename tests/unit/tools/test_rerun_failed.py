@@ -35,7 +35,7 @@ def run(folder: Path, *tests: str, options: tuple[str, ...] = ()) -> tuple[int, 
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment["PYTHONPATH"] = str(TOOL.parents[1])
     environment["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # the suite's plugins take a second of imports
-    command = [sys.executable, TOOL, sys.executable, "-m", "pytest", *options]
+    command = [sys.executable, str(TOOL), sys.executable, "-m", "pytest", *options]
     ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)
     return ended.returncode, ended.stdout.splitlines(), (folder / "runs").read_text().split()
 
@@ -46,7 +46,7 @@ def failing(name: str, times: int) -> str:
 
 def test_flaky_test_is_named_in_the_last_lines(tmp_path: Path) -> None:
     """With workers; other tests run without."""
-    options = ("-p", "tests.support.workers", "--workers", "2")
+    options = ("-p", "xdist.plugin", "--numprocesses", "2", "--dist", "loadfile")
     status, lines, ran = run(tmp_path, failing("once", 1), failing("again", 1), options=options)
     assert status == 0
     assert sorted(lines[-2:]) == [
@@ -72,19 +72,16 @@ def test_four_failures_are_not_run_again(tmp_path: Path) -> None:
     assert lines[-1] == "4 tests failed; nothing is run again (exit status 1)"
 
 
-def test_error_in_a_fixture_counts_as_a_failure(tmp_path: Path) -> None:
-    fixture = "@pytest.fixture\ndef late():\n    fails('late', 1)\n    yield\n\n"
-    status, lines, _ = run(tmp_path, fixture, "def test_with_fixture(late):\n    pass\n")
-    assert (status, lines[-1]) == (0, "FLAKY test_fake.py::test_with_fixture (failed, then passed alone)")
-
-
-def test_interrupted_session_is_not_run_again(tmp_path: Path) -> None:
-    interrupt = "def test_z():\n    raise KeyboardInterrupt\n"
-    status, lines, ran = run(tmp_path, failing("once", 1), interrupt)
-    assert (status, ran.count("once")) == (2, 1)
-    assert lines[-1] == "1 tests failed; nothing is run again (exit status 2)"
-
-
 def test_passing_suite_prints_nothing_more(tmp_path: Path) -> None:
     status, lines, ran = run(tmp_path)
     assert (status, ran, "1 passed" in lines[-1]) == (0, ["good"], True)
+
+
+def test_tests_of_a_stopped_worker_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVERSTEP_RERUN_STALL_S", "4")
+    stop = "def test_stop():\n    import os\n    RUNS.exists() or (RUNS.touch(), os.kill(os.getpid(), 19))\n"
+    (tmp_path / "test_stop.py").write_text(FAKE_SUITE.partition("def test_good")[0] + stop)
+    options = ("-p", "xdist.plugin", "--numprocesses", "1", "--dist", "loadfile", "test_stop.py", "test_fake.py")
+    status, lines, ran = run(tmp_path, options=options)
+    assert (status, ran) == (0, ["good"])
+    assert lines[-1] == "FLAKY worker: 2 tests did not end"

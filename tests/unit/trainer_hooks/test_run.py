@@ -7,20 +7,21 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+
+import everstep
+from everstep_trainer.base.progress import CollectiveTimer, StepProgress, WorkSection
 from everstep_trainer.data.rng import stream_seed
 from everstep_trainer.parallel.replicas import RankContext
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import TrainingSession
-from everstep_trainer.runtime.progress import CollectiveTimer, StepProgress
-from everstep_trainer.runtime.worker import reset_thread_state
-
-import everstep
-from tests.support.forked import torchrun
+from everstep_trainer.session.generation_session import TrainingSession
+from everstep_trainer.worker.rank_worker import reset_thread_state
+from tests.support.processes.fork_pool import ForkPool, torchrun
 
 ROOT = Path(__file__).resolve().parents[3]
 MODULE = "tests.unit.trainer_hooks.test_run"
@@ -30,7 +31,7 @@ def draws() -> tuple[float, float, float]:
     return torch.rand(1).item(), random.random(), float(np.random.rand())
 
 
-def test_run_without_everstep_has_one_rank_and_plain_steps(monkeypatch):
+def test_run_without_everstep_has_one_rank_and_plain_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "EVERSTEP_WORKER_PID"):
         monkeypatch.delenv(name, raising=False)
     seen: list[int] = []
@@ -54,34 +55,32 @@ def test_run_without_everstep_has_one_rank_and_plain_steps(monkeypatch):
     assert seen == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize(("name", "limit_s", "words"), [(" ", None, "name"), ("save", 0.0, "positive")])
-def test_alone_refuses_useless_arguments(name, limit_s, words):
+@pytest.mark.parametrize(("name", "limit_s", "message"), [(" ", None, "name"), ("save", 0.0, "positive")])
+def test_alone_refuses_useless_arguments(name: str, limit_s: float | None, message: str) -> None:
     run = Run(RankContext(), TrainingSession())
-    with pytest.raises(ValueError, match=words):
+    with pytest.raises(ValueError, match=message):
         run.alone(name, limit_s=limit_s)
 
 
-def test_sections_are_nested_and_end_with_their_block():
+def section_of(progress: StepProgress) -> WorkSection:
+    assert progress.current_section is not None
+    return progress.current_section
+
+
+def test_sections_are_nested_and_end_with_their_block() -> None:
     progress = StepProgress(window=3)
     with progress.section("saving", 5.0):
         with progress.section("checking"):
-            assert progress.current_section.name == "checking"
-        assert (progress.current_section.name, progress.current_section.limit_s) == ("saving", 5.0)
+            assert section_of(progress).name == "checking"
+        assert (section_of(progress).name, section_of(progress).limit_s) == ("saving", 5.0)
     assert progress.current_section is None
-
-
-def test_new_generation_has_no_section():
-    progress = StepProgress(window=3)
-    with progress.section("saving"):
-        progress.enter(2, lambda: 0)
-        assert progress.current_section is None
 
 
 def untracked_warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if "nothing is tracked" in record.getMessage()]
 
 
-def test_untracked_run_is_warned_once(caplog):
+def test_untracked_run_is_warned_once(caplog: pytest.LogCaptureFixture) -> None:
     run = Run(RankContext(generation=1), TrainingSession())
     for _ in run.steps(until=3):
         pass
@@ -90,38 +89,25 @@ def test_untracked_run_is_warned_once(caplog):
     assert "run.track(" in warning
 
 
-def test_untracked_custom_loop_is_warned(caplog):
-    run = Run(RankContext(generation=1), TrainingSession())
-    run.step_finished()
-    run.step_finished()
-    assert len(untracked_warnings(caplog)) == 1
-
-
 @pytest.mark.parametrize(
     "place", [RankContext(generation=1, rank=1), RankContext()], ids=["other_rank", "without_everstep"]
 )
-def test_only_the_first_rank_of_a_kept_run_is_warned(caplog, place):
+def test_only_the_first_rank_of_a_kept_run_is_warned(caplog: pytest.LogCaptureFixture, place: RankContext) -> None:
     run = Run(place, TrainingSession())
     run.step_finished()
     assert untracked_warnings(caplog) == []
 
 
-def test_tracked_run_is_not_warned(caplog):
-    run = Run(RankContext(generation=1), TrainingSession())
-    run.track(model=torch.nn.Linear(2, 2))
-    run.step_finished()
-    assert untracked_warnings(caplog) == []
-
-
-def test_run_with_its_own_checkpoints_is_not_warned(caplog):
+def test_run_with_its_own_checkpoints_is_not_warned(caplog: pytest.LogCaptureFixture) -> None:
     """``everstep_trainer.memory_tier.dcp`` keeps what it is given in the memory tier, without ``track``."""
-    run = Run(RankContext(generation=1, tier=lambda: SimpleNamespace(is_over=False)), TrainingSession())
+    tier: Any = SimpleNamespace(is_over=False)
+    run = Run(RankContext(generation=1, tier=lambda: tier), TrainingSession())
     assert run.tier is not None
     run.step_finished()
     assert untracked_warnings(caplog) == []
 
 
-def test_slow_rank_is_busy_and_waiting_ranks_are_not():
+def test_slow_rank_is_busy_and_waiting_ranks_are_not() -> None:
     """Two ranks step side by side, 50 ms each; one of them waits for the other for 40 of these."""
     ranks = [StepProgress(window=8), StepProgress(window=8)]
     for progress in ranks:
@@ -141,28 +127,18 @@ def test_slow_rank_is_busy_and_waiting_ranks_are_not():
     assert ranks[0].median_busy_s is None, "another generation, another rank"
 
 
-def test_cpu_waits_are_counted_unless_the_collective_raises():
-    told: list[float] = []
-    waits = CollectiveTimer(told.append)
+def test_cpu_waits_are_counted_unless_the_collective_raises() -> None:
+    waits_s: list[float] = []
+    waits = CollectiveTimer(waits_s.append)
     with waits.measure(torch.device("cpu")):
         pass
     with pytest.raises(RuntimeError), waits.measure(torch.device("cpu")):
         raise RuntimeError("peer is gone")
-    assert len(told) == 1
-    assert told[0] >= 0.0
+    assert len(waits_s) == 1
+    assert waits_s[0] >= 0.0
 
 
-def test_training_function_error_is_raised_unchanged(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-
-    def train(run: Run) -> None:
-        raise KeyError("mine")
-
-    with pytest.raises(KeyError, match="mine"):
-        everstep.main(train)
-
-
-def test_random_streams_depend_on_seed_step_and_rank_only():
+def test_random_streams_depend_on_seed_step_and_rank_only() -> None:
     def streams(rank: int, seed: int) -> list[tuple[float, float, float]]:
         run = Run(RankContext(rank=rank, world_size=2), TrainingSession())
         return [draws() for _ in run.steps(until=3, seed=seed)]
@@ -173,7 +149,7 @@ def test_random_streams_depend_on_seed_step_and_rank_only():
     assert 0 <= stream_seed(1, 2, 3) < 1 << 63
 
 
-def test_custom_loop_has_the_same_random_streams():
+def test_custom_loop_has_the_same_random_streams() -> None:
     run, others = Run(RankContext(rank=1, world_size=2), TrainingSession()), []
     for step in (1, 2, 3):
         run.seed_step(step, seed=4)
@@ -183,45 +159,7 @@ def test_custom_loop_has_the_same_random_streams():
     assert [draws() for _ in run.steps(until=3, seed=4)] == others
 
 
-def test_abandoned_step_is_not_finished():
-    run = Run(RankContext(), TrainingSession())
-    for step in run.steps(until=10):
-        if step == 3:
-            break
-    assert run.last_finished_step == 2
-    assert next(iter(run.steps(until=10))) == 3
-
-
-def test_custom_loop_reports_its_finished_steps():
-    run = Run(RankContext(), TrainingSession())
-    run.step_finished()
-    run.step_finished()
-    assert run.last_finished_step == 2
-
-
-def test_begun_steps_are_reported_and_foreign_seeds_are_not():
-    class Told(TrainingSession):
-        def __init__(self) -> None:
-            self.begun: list[int] = []
-            self.planned: list[int] = []
-
-        def plan_steps(self, until: int) -> None:
-            self.planned.append(until)
-
-        def on_step_begun(self, step: int) -> None:
-            self.begun.append(step)
-
-    keeper = Told()
-    run = Run(RankContext(), keeper)
-    for step in run.steps(until=9):
-        if step == 2:
-            break
-    run.seed_step(1000)  # for an evaluation, say
-    assert keeper.begun == [1, 2]
-    assert keeper.planned == [9]
-
-
-def test_optimizer_calls_before_update_each_time():
+def test_optimizer_calls_before_update_each_time() -> None:
     class Counting(TrainingSession):
         asked = 0
 
@@ -237,7 +175,7 @@ def test_optimizer_calls_before_update_each_time():
     assert keeper.asked == 2
 
 
-def test_steps_resume_after_the_restored_step():
+def test_steps_resume_after_the_restored_step() -> None:
     class Restored(TrainingSession):
         def track(self, objects: object, options: object) -> int:
             return 41
@@ -247,7 +185,7 @@ def test_steps_resume_after_the_restored_step():
     assert list(run.steps(until=43)) == [42, 43]
 
 
-def test_thread_torch_state_is_reset():
+def test_thread_torch_state_is_reset() -> None:
     torch.set_grad_enabled(False)
     torch.set_autocast_enabled("cpu", True)
     torch._C._autograd._push_saved_tensors_default_hooks(lambda t: t, lambda t: t)
@@ -270,13 +208,13 @@ def steps_under_torchrun() -> list[int]:
     return steps
 
 
-def test_under_torchrun_the_group_comes_from_the_environment(forks):
+def test_under_torchrun_the_group_comes_from_the_environment(forks: ForkPool) -> None:
     assert torchrun(forks, 2, steps_under_torchrun) == [[1, 2]] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_torchrun_itself_starts_two_ranks():
+def test_torchrun_itself_starts_two_ranks() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", MODULE]
     finished = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert finished.returncode == 0, finished.stderr
@@ -296,11 +234,13 @@ def take_existing_group(rank: int, store: str) -> None:
     dist.destroy_process_group()
 
 
-def test_existing_process_group_is_used_and_left_alone(forks, tmp_path, monkeypatch):
-    """As Ray leaves one behind, or a script that makes its own: no RANK in the environment says who is who."""
+def test_existing_process_group_is_used_and_left_alone(
+    forks: ForkPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray or the script makes such a group, without RANK in the environment."""
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    changed = forks.changed_environment()
+    changed = forks.environment_changes()
     ranks = [forks.start(take_existing_group, n, str(tmp_path / "store"), environment=changed) for n in (0, 1)]
     assert [rank.result() for rank in ranks] == [None, None]
 
@@ -309,7 +249,7 @@ if __name__ == "__main__":
     assert steps_under_torchrun() == [1, 2]
 
 
-def test_progress_keeps_the_median_of_its_window():
+def test_progress_keeps_the_median_of_its_window() -> None:
     progress = StepProgress(window=3)
     assert progress.median_step_s == 0.0
     progress.resume_from(41)
@@ -318,9 +258,9 @@ def test_progress_keeps_the_median_of_its_window():
     assert progress.median_step_s > 0
 
 
-@pytest.mark.parametrize("loss", [1.5, "tensor"])
-def test_reported_loss_is_read_when_asked_for(loss):
+@pytest.mark.parametrize("loss", [1.5, torch.tensor(1.5, requires_grad=True)], ids=["number", "tensor"])
+def test_reported_loss_is_read_when_asked_for(loss: float | torch.Tensor) -> None:
     progress = StepProgress(window=3)
     assert progress.loss.value() is None
-    progress.loss.update(torch.tensor(1.5, requires_grad=True) if loss == "tensor" else loss)
+    progress.loss.update(loss)
     assert progress.loss.value() == 1.5

@@ -3,11 +3,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from everstep_agent.findings.rules import ClearEvent, load_policy
-from everstep_agent.findings.xids import load_xid_table, recovery_action
 
 from everstep.errors import ConfigurationError
 from everstep.vocabulary import Action, Mode, Severity
+from everstep_agent.findings.rules import ClearEvent, load_policy
+from everstep_agent.findings.xids import load_xid_table
 
 RULE = """
 [[rule]]
@@ -36,11 +36,6 @@ def test_every_shipped_rule_has_a_source_and_an_end() -> None:
         assert rule.clear_after_s is not None or rule.clear_on, rule.id
 
 
-def test_only_critical_rules_enforce() -> None:
-    for rule in [*load_policy().rules, *load_policy().line_rules]:
-        assert rule.mode is not Mode.ENFORCE or rule.severity is Severity.CRITICAL, rule.id
-
-
 def test_site_rule_replaces_the_shipped_rule_of_the_same_id(tmp_path: Path) -> None:
     policy = load_policy([site(tmp_path, RULE)])
     (rule,) = [rule for rule in policy.rules if rule.id == "gpu-too-hot"]
@@ -48,7 +43,7 @@ def test_site_rule_replaces_the_shipped_rule_of_the_same_id(tmp_path: Path) -> N
     assert len(policy.rules) == len(load_policy().rules)
 
 
-def test_a_site_overrides_single_columns_of_the_xid_table(tmp_path: Path) -> None:
+def test_site_overrides_single_columns_of_the_xid_table(tmp_path: Path) -> None:
     path = site(tmp_path, '[[xid]]\nxid = 63\naction = "reset_gpu"\nmode = "enforce"\nsource = "our vendor"\n')
     policy = load_policy([path])
     assert (policy.get_xid_entry(63).action, policy.get_xid_entry(63).severity) == (
@@ -73,17 +68,12 @@ def test_a_site_overrides_single_columns_of_the_xid_table(tmp_path: Path) -> Non
         ("threshold = 80", "threshold = ", "not TOML"),
     ],
 )
-def test_a_mistake_in_a_policy_is_named_with_its_file(tmp_path: Path, was: str, becomes: str, says: str) -> None:
+def test_mistake_in_a_policy_is_named_with_its_file(tmp_path: Path, was: str, becomes: str, says: str) -> None:
     path = site(tmp_path, RULE.replace(was, becomes))
     with pytest.raises(ConfigurationError) as caught:
         load_policy([path])
     assert says in str(caught.value)
     assert str(path) in str(caught.value)
-
-
-def test_a_mistyped_key_is_found_on_its_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigurationError, match=r"site\.toml line 7: unknown key `treshold`"):
-        load_policy([site(tmp_path, RULE.replace("threshold", "treshold"))])
 
 
 def test_missing_policy_file_is_refused_by_name(tmp_path: Path) -> None:
@@ -101,15 +91,24 @@ def test_invalid_pattern_is_refused(tmp_path: Path) -> None:
 
 def test_every_fatal_xid_has_a_remediation() -> None:
     table = load_xid_table()
-    assert len(table) == 110
     for entry in table.values():
         if entry.severity is Severity.CRITICAL:
             assert Action.strongest(entry.action, Action.RESET_GPU) is entry.action, entry
 
 
-def test_unknown_recovery_action_reboots_the_node() -> None:
-    assert recovery_action(0) is Action.NONE
-    assert recovery_action(99) is Action.REBOOT_NODE
+NUMBERS_OF_DRIVER_595 = (
+    *(13, 14, 16, 19, 20, 21, 22, 23, *range(27, 37), *range(39, 46), 47, 48, *range(58, 66), *range(68, 106)),
+    *(108, 110, *range(119, 177)),
+)
+"""Numbers that nverror.h of driver 595.45.04 names."""
+
+
+def test_xid_table_has_every_number_of_the_driver() -> None:
+    table = load_xid_table()
+    assert len(NUMBERS_OF_DRIVER_595) == 133
+    assert [number for number in NUMBERS_OF_DRIVER_595 if number not in table] == []
+    assert [number for number in range(1, 177) if number not in table] == []
+    assert all(entry.source for entry in table.values())
 
 
 def test_every_xid_action_has_a_clearing() -> None:

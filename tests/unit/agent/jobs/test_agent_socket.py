@@ -15,10 +15,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-from everstep_agent.jobs.local_processes import LocalJob
-from everstep_agent.jobs.registry import JobRegistry
-from everstep_agent.jobs.socket import REFUSAL_REASONS, AgentSocketServer
 
+from everstep.host.robust_mutex import is_supported
 from everstep.ids import Version
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.framing import FrameDecoder, encode_frame
@@ -27,8 +25,8 @@ from everstep.wire.v1.local import (
     MAX_FRAME_BYTES,
     ConnectionRole,
     FromAgent,
+    Goodbye,
     Hello,
-    RankExited,
     RankHeartbeat,
     Welcome,
     WrongProduct,
@@ -42,9 +40,13 @@ from everstep.wire.v1.training import (
     RankUnresponsive,
     RestoreRule,
 )
+from everstep_agent.jobs.local_processes import LocalJob, ProcessEnd
+from everstep_agent.jobs.registry import JobRegistry
+from everstep_agent.jobs.socket import REFUSAL_REASONS, AgentSocketServer
 
 T = TypeVar("T")
 DEADLINE_S = 60.0
+needs_futex = pytest.mark.skipif(not is_supported(), reason="no futex call is known for this machine")
 
 
 def spec(number: int, secret: str = "s" * 16) -> GenerationSpec:
@@ -67,7 +69,7 @@ def spec(number: int, secret: str = "s" * 16) -> GenerationSpec:
 
 
 class Agent:
-    """The agent's local half over a real socket, with what it would report."""
+    """The agent's local half over a real socket, with its reports."""
 
     def __init__(self, run_dir: Path, max_connections: int = 16, exit_grace_s: float = 0.003) -> None:
         self.reports: list[Any] = []
@@ -105,7 +107,7 @@ class Agent:
         return asyncio.get_running_loop().call_later(delay_s, callback)
 
     async def until(self, condition: Callable[[], T]) -> T:
-        """What ``condition`` returns, once it is true. Raises TimeoutError past the deadline."""
+        """Return the first true result of ``condition``. Raises TimeoutError after the deadline."""
         async with asyncio.timeout(DEADLINE_S):
             while not (found := condition()):
                 await asyncio.sleep(0.002)
@@ -118,7 +120,7 @@ class Agent:
         """A rank's process that is connected and ticks in generation 1."""
         arguments = [str(self.path), "j", str(local_rank), "1", str(local_rank), *last_word]
         child = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.local_peer", *arguments], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "tests.support.agents.rank_peer", *arguments], stdout=subprocess.PIPE, text=True
         )
         self.children.append(child)
         assert child.stdout is not None
@@ -164,8 +166,13 @@ class Client:
         assert isinstance(message, kind), message
         return message
 
+    def end_with(self, message: Any) -> None:
+        """Send a last message and shut the connection down, before the agent can read either."""
+        self.writer.write(encode_frame(message))
+        self.writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+
     async def closed(self) -> bool:
-        """Whether the agent ends the connection."""
+        """Wait for the agent to end the connection, and return True."""
         async with asyncio.timeout(DEADLINE_S):
             with contextlib.suppress(ConnectionError):
                 while await self.reader.read(1 << 16):
@@ -214,7 +221,7 @@ def test_only_the_owner_can_open_the_socket(run_dir: Path) -> None:
     play(story())
 
 
-def test_a_socket_left_behind_by_a_killed_agent_is_replaced(run_dir: Path) -> None:
+def test_socket_left_behind_by_a_killed_agent_is_replaced(run_dir: Path) -> None:
     left = socket.socket(socket.AF_UNIX)
     left.bind(str(run_dir / "agent.sock"))
     left.close()
@@ -226,7 +233,7 @@ def test_a_socket_left_behind_by_a_killed_agent_is_replaced(run_dir: Path) -> No
     play(story())
 
 
-def test_a_killed_process_is_a_lost_rank(run_dir: Path) -> None:
+def test_killed_process_is_a_lost_rank(run_dir: Path) -> None:
     async def story() -> None:
         async with agent(run_dir) as node:
             await node.launcher()
@@ -235,35 +242,80 @@ def test_a_killed_process_is_a_lost_rank(run_dir: Path) -> None:
             rank.kill()
             lost = await node.one(RankLost)
             assert (lost.generation, lost.rank, lost.local_rank, lost.has_replacement) == (1, 1, 1, True)
-            assert lost.detail.startswith("its connection "), "ended, or broke where the rank had not read everything"
+            endings = ("its process ended", "its connection ")
+            assert lost.detail.startswith(endings), "the connection may break where the rank had not read everything"
 
     play(story())
 
 
-def test_rank_loss_report_includes_the_exit_signal(run_dir: Path) -> None:
-    async def story() -> None:
-        async with agent(run_dir, exit_grace_s=DEADLINE_S) as node:
-            launcher = await node.launcher()
-            node.jobs.handle_directives([NewGeneration(spec=spec(1))])
-            rank = await node.rank(0)
-            rank.kill()
-            rank.wait()
-            await launcher.say(
-                RankExited(local_rank=0, pid=rank.pid, exit_code=None, signal=signal.SIGKILL, has_replacement=True)
-            )
-            assert (await node.one(RankLost)).signal == signal.SIGKILL
-
-    play(story())
-
-
-def test_process_sending_goodbye_is_not_lost(run_dir: Path) -> None:
+def test_goodbye_counts_though_a_later_write_fails(run_dir: Path) -> None:
     async def story() -> None:
         async with agent(run_dir) as node:
             node.jobs.handle_directives([NewGeneration(spec=spec(1))])
-            await node.rank(0, "done")
+            client = await node.connect()
+            await client.say(Hello(protocols=(1,), role=ConnectionRole.RANK, job="j", pid=os.getpid(), local_rank=0))
+            await client.say(RankHeartbeat(generation=1, rank=0, step=1, step_s=0.1))
+            await client.next(Welcome)
+            await node.until(node.jobs.is_busy)
+            client.end_with(Goodbye(detail="done"))
+            node.jobs.handle_directives([NewGeneration(spec=spec(2))])
             await node.until(lambda: not node.jobs.is_busy())
             await asyncio.sleep(0.01)
             assert node.reports == []
+
+    play(story())
+
+
+@needs_futex
+def test_death_is_known_though_the_connection_is_open(run_dir: Path) -> None:
+    """A child of the rank keeps the socket, as the kernel does while it frees much memory."""
+
+    async def story() -> None:
+        async with agent(run_dir) as node:
+            node.jobs.handle_directives([NewGeneration(spec=spec(1))])
+            rank = await node.rank(1, "fork")
+            assert rank.stdout is not None
+            child = int(await asyncio.to_thread(rank.stdout.readline))
+            (connection,) = node.server.connections
+            await node.until(lambda: connection._watch is not None and connection._watch._thread)
+            try:
+                rank.kill()
+                lost = await node.one(RankLost)
+                assert (lost.generation, lost.rank) == (1, 1)
+                assert lost.detail.startswith("its process ended")
+                assert lost.signal in (signal.SIGKILL, None)
+            finally:
+                os.kill(child, signal.SIGKILL)
+                rank.wait()
+
+    play(story())
+
+
+def test_goodbye_counts_though_the_death_is_known_first(run_dir: Path) -> None:
+    async def story() -> None:
+        async with agent(run_dir) as node:
+            node.jobs.handle_directives([NewGeneration(spec=spec(1))])
+            client = await node.connect()
+            await client.say(Hello(protocols=(1,), role=ConnectionRole.RANK, job="j", pid=os.getpid(), local_rank=0))
+            await client.say(RankHeartbeat(generation=1, rank=0, step=1, step_s=0.1))
+            await client.next(Welcome)
+            await node.until(node.jobs.is_busy)
+            (connection,) = node.server.connections
+            client.writer.write(encode_frame(Goodbye(detail="done")))
+            connection._handle_death(ProcessEnd(signal=signal.SIGKILL))
+            await node.until(lambda: not node.jobs.is_busy())
+            await asyncio.sleep(0.01)
+            assert node.reports == []
+
+    play(story())
+
+
+def test_launcher_gets_no_memory_for_a_mutex(run_dir: Path) -> None:
+    async def story() -> None:
+        async with agent(run_dir) as node:
+            await node.launcher()
+            (connection,) = node.server.connections
+            assert connection._watch is None
 
     play(story())
 
@@ -275,8 +327,8 @@ def test_stopped_process_is_reported_once(run_dir: Path) -> None:
             node.jobs.handle_directives([NewGeneration(spec=spec(1))])
             rank = await node.rank(0)
             rank.send_signal(signal.SIGSTOP)
-            told = await node.one(RankUnresponsive)
-            assert (told.rank, told.process_state) == (0, "T")
+            report = await node.one(RankUnresponsive)
+            assert (report.rank, report.process_state) == (0, "T")
             rank.send_signal(signal.SIGCONT)
             rank.send_signal(signal.SIGSTOP)
             rank.send_signal(signal.SIGCONT)
@@ -328,6 +380,7 @@ def test_slow_reader_blocks_no_peer_and_gets_the_newest(run_dir: Path) -> None:
                 notice = VersionNotice(job="j", generation=number, committed=Version(number, 1), candidate=2)
                 node.jobs.handle_directives([notice])
             (connection,) = node.server.connections
+            assert connection._transport is not None
             assert connection._transport.get_write_buffer_size() < 1 << 20
             client.writer.transport.resume_reading()  # type: ignore[attr-defined]
             newest: dict[type, Any] = {}
@@ -361,19 +414,6 @@ def test_malformed_input_closes_the_connection_and_counts(run_dir: Path, first: 
             assert await client.closed()
             assert dict(node.server.refused_counts) == dict.fromkeys(REFUSAL_REASONS, 0) | {why: 1}
             await node.launcher()  # others are served on
-
-    play(story())
-
-
-def test_rank_sending_garbage_is_lost_with_the_reason(run_dir: Path) -> None:
-    async def story() -> None:
-        async with agent(run_dir) as node:
-            node.jobs.handle_directives([NewGeneration(spec=spec(1))])
-            client = await node.connect()
-            await client.say(Hello(protocols=(1,), role=ConnectionRole.RANK, job="j", pid=os.getpid(), local_rank=0))
-            await client.next(Welcome)
-            client.writer.write((1 << 30).to_bytes(4, "big") + b"x")
-            assert "over the limit" in (await node.one(RankLost)).detail
 
     play(story())
 

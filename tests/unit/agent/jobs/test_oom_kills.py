@@ -1,16 +1,17 @@
-"""Kills of the kernel for want of memory, told apart from any other SIGKILL."""
+"""The kernel's kills for lack of memory, distinguished from other SIGKILLs."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from everstep_agent.jobs.oom_kills import EXPLAINS_S, OomKills
-from everstep_agent.jobs.registry import JobRegistry
 
 from everstep.clock import ManualClock
 from everstep.wire.v1.training import RankLost
-from tests.support.local_node import Node, exited
+from everstep_agent.jobs.local_processes import ProcessEnd
+from everstep_agent.jobs.oom_kills import OomKills
+from everstep_agent.jobs.registry import JobRegistry
+from tests.support.agents.node_jobs import NodeJobs, exited
 
 GIB = 1 << 30
 
@@ -64,16 +65,6 @@ def test_kill_by_a_person_is_no_kill_of_the_kernel(tmp_path: Path) -> None:
     assert machine.kills.explain(77) == ""
 
 
-def test_earlier_kill_of_another_process_explains_nothing(tmp_path: Path) -> None:
-    machine = Machine(tmp_path)
-    machine.kills.watch(77)
-    machine.set_kills(4)  # a worker of a loader
-    machine.clock.advance(1.0)
-    machine.kills.poll([77])
-    machine.clock.advance(EXPLAINS_S + 0.1)
-    assert machine.kills.explain(77) == ""
-
-
 def test_kernel_log_names_the_process_and_its_memory(tmp_path: Path) -> None:
     machine = Machine(tmp_path)
     machine.set_limit(None)
@@ -85,15 +76,8 @@ def test_kernel_log_names_the_process_and_its_memory(tmp_path: Path) -> None:
     assert machine.kills.explain(77) == "it used 6.0 GiB, and the machine has 24.0 GiB"
 
 
-def test_process_without_visible_group_is_not_explained(tmp_path: Path) -> None:
-    machine = Machine(tmp_path)
-    machine.kills.watch(99)
-    machine.set_kills(4)
-    assert machine.kills.explain(99) == ""
-
-
-def _node_with(machine: Machine) -> Node:
-    node = Node()
+def _node_with(machine: Machine) -> NodeJobs:
+    node = NodeJobs()
     node.jobs = JobRegistry(
         "n1",
         node.clock,
@@ -106,8 +90,8 @@ def _node_with(machine: Machine) -> Node:
     return node
 
 
-@pytest.mark.parametrize(("counted", "told"), [(4, "its control group may use 2.0 GiB"), (3, "")])
-def test_lost_rank_tells_whether_memory_was_short(tmp_path: Path, counted: int, told: str) -> None:
+@pytest.mark.parametrize(("counted", "sentence"), [(4, "its control group may use 2.0 GiB"), (3, "")])
+def test_lost_rank_tells_whether_memory_was_short(tmp_path: Path, counted: int, sentence: str) -> None:
     machine = Machine(tmp_path, pids=tuple(range(1000, 1010)))
     node = _node_with(machine)
     launcher, rank = node.launcher(), node.rank(0)
@@ -116,5 +100,17 @@ def test_lost_rank_tells_whether_memory_was_short(tmp_path: Path, counted: int, 
     node.jobs.handle_message(launcher, exited(rank))
     node.jobs.handle_disconnect(rank, "its connection closed")
     node.wait()
-    (lost,) = node.of(RankLost)
-    assert (lost.signal, lost.out_of_memory) == (9, told)
+    (lost,) = node.reports_of(RankLost)
+    assert (lost.signal, lost.out_of_memory) == (9, sentence)
+
+
+def test_known_signal_tells_of_short_memory_before_launcher(tmp_path: Path) -> None:
+    machine = Machine(tmp_path, pids=tuple(range(1000, 1010)))
+    node = _node_with(machine)
+    node.launcher()
+    rank = node.rank(0)
+    node.regroup(1)
+    machine.set_kills(4)
+    node.jobs.handle_disconnect(rank, "its process ended", ProcessEnd(signal=9))
+    node.wait()
+    assert node.reports_of(RankLost)[0].out_of_memory == "its control group may use 2.0 GiB"

@@ -1,23 +1,25 @@
-"""What a node does alone is right to the last element, or told as wrong with the place."""
+"""Checks of a single node by probes: right results pass, and wrong ones are reported with their place."""
 
 from __future__ import annotations
 
 import asyncio
 import math
+from typing import Literal, TypeAlias
 
 import pytest
 import torch
-from everstep_agent.probes import child as checks
-from everstep_agent.probes.probe_messages import ProbeRequest
-from everstep_agent.probes.prober import Prober
 
 from everstep.vocabulary import ProbeKind
 from everstep.wire.v1.directives import RunProbe
 from everstep.wire.v1.local import WrongProduct
+from everstep_agent.probes import child as checks
+from everstep_agent.probes.probe_messages import ProbeRequest
+from everstep_agent.probes.prober import Prober
 
 pytestmark = pytest.mark.slow
 
 CPU = torch.device("cpu")
+Dtype: TypeAlias = Literal["float64", "float32", "bfloat16", "float16"]
 
 
 def _silent(_what: str) -> None:
@@ -52,13 +54,6 @@ def test_memory_word_losing_its_pattern_is_reported() -> None:
     chunk[5] = 0
     with pytest.raises(checks.WrongResult, match="1 words of cpu's memory do not hold ones"):
         checks._check_words(chunk, -1, CPU, "ones")
-
-
-def test_aliased_addresses_are_reported() -> None:
-    whole = torch.empty(64, dtype=torch.int64)
-    checks._check_addresses([whole[:32], whole[32:]], CPU)
-    with pytest.raises(checks.WrongResult, match="do not hold their own number"):
-        checks._check_addresses([whole[:32], whole[:32]], CPU)
 
 
 def test_probe_process_runs_the_requested_kind() -> None:
@@ -97,10 +92,10 @@ def test_wrong_result_is_distinct_from_a_failed_probe(
     assert (answer.ok, answer.wrong_result) == (False, False)
 
 
-DTYPES = ("float64", "float32", "bfloat16", "float16")
+DTYPES: tuple[Dtype, ...] = ("float64", "float32", "bfloat16", "float16")
 
 
-def _product(dtype: str = "float32", rows: int = 4, inner: int = 2048, columns: int = 1) -> WrongProduct:
+def _product(dtype: Dtype = "float32", rows: int = 4, inner: int = 2048, columns: int = 1) -> WrongProduct:
     generator = torch.Generator().manual_seed(3)
     left, right = (
         torch.randn(shape, generator=generator).to(getattr(torch, dtype)).view(torch.uint8).numpy().tobytes()
@@ -112,13 +107,7 @@ def _product(dtype: str = "float32", rows: int = 4, inner: int = 2048, columns: 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(4, 2048, 1), (3, 5000, 2), (1, 3, 60)], ids=str)
-def test_right_product_passes_whatever_its_rounding(dtype: str, shape: tuple[int, int, int]) -> None:
-    checks.retry_wrong_product(_product(dtype, *shape), CPU, _silent)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_product_that_is_wrong_again_fails_the_compute_probe(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_product_that_is_wrong_again_fails_the_compute_probe(dtype: Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     def multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
         product = left @ right
         product[5, 7] += 0.25 * product.abs().max()
@@ -141,22 +130,13 @@ def test_product_that_is_wrong_again_fails_the_compute_probe(dtype: str, monkeyp
         ("bfloat16", [1e-39, 1e-39], [1e38, 1e38]),
     ],
 )
-def test_overflow_and_tiny_operands_accuse_no_device(dtype: str, left: list[float], right: list[float]) -> None:
-    one, other = (
+def test_overflow_and_tiny_operands_blame_no_device(dtype: Dtype, left: list[float], right: list[float]) -> None:
+    first, second = (
         torch.tensor(values, dtype=getattr(torch, dtype)).view(torch.uint8).numpy().tobytes()
         for values in (left, right)
     )
-    product = WrongProduct(work="up", dtype=dtype, rows=1, inner=2, columns=1, left=one, right=other)
+    product = WrongProduct(work="up", dtype=dtype, rows=1, inner=2, columns=1, left=first, right=second)
     checks.retry_wrong_product(product, CPU, _silent)
-
-
-def test_products_are_not_tried_beyond_the_deadline() -> None:
-    stages: list[str] = []
-    products = [_product(), _product("bfloat16")]
-    checks.retry_wrong_products(products, 0.0, stages.append)
-    assert not stages
-    checks.retry_wrong_products(products, math.inf, stages.append)
-    assert stages == ["up forward of step 7 again on cpu"] * 4
 
 
 @pytest.mark.gpu

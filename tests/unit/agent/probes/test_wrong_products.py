@@ -1,4 +1,4 @@
-"""What an agent keeps of wrong products, and what it does not."""
+"""The bounded store of wrong matrix products that an agent keeps for its probes."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from everstep_agent.probes.wrong_products import KEPT_PRODUCTS, PAUSE_S, WrongProductStore
 
 from everstep.clock import ManualClock
 from everstep.wire.v1.local import WrongProduct
+from everstep_agent.probes.wrong_products import KEPT_PRODUCTS, PAUSE_S, WrongProductStore
 
 
 def product(work: str = "up", left: bytes = b"0000") -> WrongProduct:
@@ -23,7 +23,7 @@ def test_newest_products_outlive_the_agent(tmp_path: Path) -> None:
         store.add(product(f"step {number}"))
         store.add(product("too soon"))
         clock.advance(PAUSE_S)
-    assert [one.work for one in store.products] == [f"step {number}" for number in range(2, KEPT_PRODUCTS + 2)]
+    assert [product.work for product in store.products] == [f"step {number}" for number in range(2, KEPT_PRODUCTS + 2)]
     assert WrongProductStore(tmp_path / "wrong-products", ManualClock()).products == store.products
 
 

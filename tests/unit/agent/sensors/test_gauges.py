@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import msgspec
-from everstep_agent.sensors.gauges import MAX_POLL_AGE_S, gpu_gauges
-from everstep_agent.sensors.samples import GpuSample
-from everstep_agent.sensors.sensor_messages import PollResult, SensorReport
 
-from everstep.wire.v1.agent import MAX_GAUGED_GPUS, GpuGauges
+from everstep.wire.v1.agent import GpuGauges
+from everstep_agent.drivers.samples import GpuSample
+from everstep_agent.sensors.gauges import MAX_POLL_AGE_S, fresh_report, gpu_gauges
+from everstep_agent.sensors.sensor_messages import PollResult, SensorReport
 
 SAMPLE = GpuSample(
     index=3,
@@ -42,14 +42,19 @@ def test_gauges_of_a_hanging_sensor_are_not_sent() -> None:
     assert gpu_gauges(SensorReport(), 1e9) == ()
 
 
+def test_samples_of_a_hanging_sensor_are_not_exported() -> None:
+    fresh = report(SAMPLE)
+    assert fresh_report(fresh, 100.0 + MAX_POLL_AGE_S) is fresh
+    old = fresh_report(fresh, 100.1 + MAX_POLL_AGE_S)
+    (sample,) = old.poll.gpus
+    assert (sample.index, sample.uuid, sample.temperature_c) == (3, "GPU-3", None)
+    assert sample.error
+    assert old.polled_at == 100.0
+
+
 def test_number_that_no_heartbeat_may_have_is_left_out() -> None:
     """A broken GPU may answer with all bits set, and must not make the controller refuse its node's heartbeats."""
     broken = msgspec.structs.replace(SAMPLE, ecc_corrected=(1 << 64) - 1, memory_used_bytes=(1 << 64) - 1)
     (gauges,) = gpu_gauges(report(broken), 101.0)
     assert (gauges.ecc_corrected, gauges.memory_used_bytes, gauges.temperature_c) == (None, None, 61)
     assert msgspec.json.decode(msgspec.json.encode(gauges), type=GpuGauges) == gauges
-
-
-def test_gauges_of_many_gpus_are_bounded() -> None:
-    samples = [msgspec.structs.replace(SAMPLE, index=number) for number in range(2 * MAX_GAUGED_GPUS)]
-    assert len(gpu_gauges(report(*samples), 100.0)) == MAX_GAUGED_GPUS

@@ -1,18 +1,19 @@
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from everstep_agent.drivers import sysfs
-from everstep_agent.sensors import host as host_module
-from everstep_agent.sensors.host import COUNTERS_EVERY, HostSensor, NetworkSensor, PathSensor
 
 from everstep.clock import ManualClock
+from everstep.wire.v1.agent import Host
+from everstep_agent.drivers import sysfs
+from everstep_agent.drivers.ports import default_route_ports
+from everstep_agent.sensors.host import COUNTERS_EVERY, HostSensor, NetworkSensor, PathSensor
+from tests.unit.agent.sensors.port_tree import PortTree
 
 
 def tree(root: Path, **files: str) -> Path:
@@ -23,82 +24,67 @@ def tree(root: Path, **files: str) -> Path:
     return root
 
 
-def infiniband(root: Path, state: str, downs: int = 0) -> Path:
-    port = "class/infiniband/mlx5_0/ports/1"
-    return tree(
-        root,
-        **{
-            f"{port}/state": f"{state}\n",
-            f"{port}/rate": "400 Gb/sec (4X NDR)\n",
-            f"{port}/counters/symbol_error": "3\n",
-            f"{port}/counters/port_rcv_errors": "2\n",
-            f"{port}/counters/link_downed": f"{downs}\n",
-        },
-    )
+CARD = "pci0000:15/0000:15:01.0/0000:5e:00.0"
 
 
-def ethernet(root: Path, name: str, state: str, physical: bool) -> Path:
-    port = f"class/net/{name}"
-    tree(root, **{f"{port}/operstate": state, f"{port}/type": "1", f"{port}/speed": "25000"})
-    if physical:
-        (root / port / "device").mkdir(exist_ok=True)
-    return root
+def network(tmp_path: Path) -> tuple[PortTree, NetworkSensor]:
+    """Return a tree with an InfiniBand port, and its sensor."""
+    tree_of_ports = PortTree(tmp_path)
+    tree_of_ports.infiniband("mlx5_0", tree_of_ports.pci(CARD, "mlx5_core"))
+    return tree_of_ports, NetworkSensor(tree_of_ports.sys, tree_of_ports.proc)
 
 
-def test_an_infiniband_port_is_read_whole(tmp_path: Path) -> None:
-    (port,) = NetworkSensor(infiniband(tmp_path, "4: ACTIVE", downs=5)).poll()
+def test_infiniband_port_reports_every_field(tmp_path: Path) -> None:
+    ports, sensor = network(tmp_path)
+    counters = ports.sys / "class/infiniband/mlx5_0/ports/1/counters"
+    for name, count in {"symbol_error": 3, "port_rcv_errors": 2, "link_downed": 5}.items():
+        ports.write(counters / name, count)
+    (port,) = sensor.poll()
     assert (port.name, port.up, port.rate_gbps, port.errors, port.link_downs) == ("mlx5_0/1", True, 400.0, 5, 5)
+    assert (port.state, port.phys_state, port.link_layer, port.width) == ("ACTIVE", "LinkUp", "InfiniBand", 4)
 
 
-def test_only_physical_ethernet_ports_count(tmp_path: Path) -> None:
-    ethernet(tmp_path, "eth0", "up", physical=True)
-    ethernet(tmp_path, "veth1", "up", physical=False)
-    (port,) = NetworkSensor(tmp_path).poll()
-    assert (port.name, port.up, port.rate_gbps) == ("eth0", True, 25.0)
+def test_ethernet_port_reports_every_field(tmp_path: Path) -> None:
+    ports = PortTree(tmp_path)
+    device = ports.pci("pci0000:15/0000:5e:00.0", "mlx5_core")
+    ports.ethernet("eth0", device, address="94:6d:ae:03:00:f1")
+    ports.ethernet("veth1", None)
+    (port,) = NetworkSensor(ports.sys, ports.proc).poll()
+    assert (port.name, port.up, port.rate_gbps, port.link_downs) == ("eth0", True, 25.0, 0)
+    assert (port.state, port.flags, port.link_layer) == ("up", 0x1003, "Ethernet")
+    assert port.identity == {"address": "94:6d:ae:03:00:f1", "pci_bus_id": "0000:5e:00.0"}
 
 
 def test_fallen_port_is_known_to_have_been_up(tmp_path: Path) -> None:
-    sensor = NetworkSensor(infiniband(tmp_path, "4: ACTIVE"))
+    ports, sensor = network(tmp_path)
     sensor.poll()
-    infiniband(tmp_path, "1: DOWN")
+    ports.set_infiniband("mlx5_0", "1: DOWN", "2: Polling")
     (port,) = sensor.poll()
-    assert (port.up, port.lost_link) == (False, 1)
-
-
-def test_never_connected_port_is_no_loss(tmp_path: Path) -> None:
-    (port,) = NetworkSensor(infiniband(tmp_path, "1: DOWN")).poll()
-    assert port.lost_link is None
-
-
-def test_vanished_port_is_down(tmp_path: Path) -> None:
-    sensor = NetworkSensor(infiniband(tmp_path, "4: ACTIVE"))
-    sensor.poll()
-    (tmp_path / "class/infiniband/mlx5_0/ports/1/state").unlink()
-    (port,) = sensor.poll()
-    assert (port.name, port.lost_link) == ("mlx5_0/1", 1)
+    assert (port.up, port.lost_link, port.phys_state) == (False, 1, "Polling")
 
 
 def test_counters_and_new_ports_are_read_periodically(tmp_path: Path) -> None:
-    sensor = NetworkSensor(infiniband(tmp_path, "4: ACTIVE", downs=1))
+    ports, sensor = network(tmp_path)
     sensor.poll()
-    infiniband(tmp_path, "4: ACTIVE", downs=2)
-    ethernet(tmp_path, "eth0", "up", physical=True)
+    ports.write(ports.sys / "class/infiniband/mlx5_0/ports/1/counters/link_downed", 2)
+    ports.ethernet("eth0", ports.pci("pci0000:15/0000:5f:00.0", "mlx5_core"))
     polls = [sensor.poll() for _ in range(COUNTERS_EVERY)]
     assert [len(poll) for poll in polls] == [1] * (COUNTERS_EVERY - 1) + [2]
     assert polls[-1][0].link_downs == 2
 
 
-def test_a_machine_without_ports_has_none(tmp_path: Path) -> None:
-    assert NetworkSensor(tmp_path).poll() == ()
+@pytest.mark.parametrize("text", ["", "eth1\t00000000\n", "noise\n"])
+def test_unreadable_routes_name_no_port(tmp_path: Path, text: str) -> None:
+    tree(tmp_path, **{"net/route": text, "net/ipv6_route": text})
+    assert default_route_ports(tmp_path, tmp_path) == frozenset()
 
 
-def test_gpus_on_the_pci_bus_are_counted_and_switches_are_not(tmp_path: Path) -> None:
-    assert sysfs.count_nvidia_gpus_on_pci(tmp_path) is None
-    for index, (vendor, kind) in enumerate(
-        [("0x10de", "0x030200"), ("0x10de", "0x030000"), ("0x10de", "0x068000"), ("0x8086", "0x030000")]
-    ):
-        tree(tmp_path, **{f"bus/pci/devices/d{index}/vendor": vendor, f"bus/pci/devices/d{index}/class": kind})
-    assert sysfs.count_nvidia_gpus_on_pci(tmp_path) == 2
+def test_default_route_of_ipv6_counts(tmp_path: Path) -> None:
+    zero, routes = "0" * 32, ["", ""]
+    for index, (place, name) in enumerate(((zero, "eno1"), ("fe80" + "0" * 28, "eth9"))):
+        routes[index] = f"{place} 00 {zero} 00 fd{'0' * 30} 00000400 00000003 00000000 00000003 {name}"
+    tree(tmp_path, **{"net/ipv6_route": "\n".join(routes)})
+    assert default_route_ports(tmp_path, tmp_path) == {"eno1"}
 
 
 def proc(root: Path, states: str) -> Path:
@@ -114,16 +100,10 @@ def proc(root: Path, states: str) -> Path:
     return root
 
 
-def test_the_hosts_state_is_read(tmp_path: Path) -> None:
+def test_hosts_state_is_read(tmp_path: Path) -> None:
     sample = HostSensor(proc(tmp_path, "RDDZS")).poll()
     assert (sample.memory_available_fraction, sample.uptime_s, sample.load) == (0.25, 12345.6, 0.5)
     assert (sample.stuck_processes, sample.zombies, sample.error) == (2, 1, "")
-
-
-def test_waiting_kernel_thread_is_not_stuck(tmp_path: Path) -> None:
-    proc(tmp_path, "")
-    tree(tmp_path, **{"200/stat": "200 (kworker) D 2 0"})
-    assert HostSensor(tmp_path).poll().stuck_processes == 0
 
 
 def test_unreadable_host_sample_states_the_error(tmp_path: Path) -> None:
@@ -137,11 +117,6 @@ def test_network_mounts_are_found_by_their_kind(tmp_path: Path) -> None:
     assert sysfs.network_mounts(tmp_path) == ["/data 1"]
 
 
-def test_network_mounts_stand_beside_odd_names(tmp_path: Path) -> None:
-    tree(tmp_path, **{"self/mounts": "fuse /a\x0bb fuse rw 0 0\nsrv:/x /data nfs4 rw 0 0\n"})
-    assert sysfs.network_mounts(tmp_path) == ["/data"]
-
-
 @contextmanager
 def threads_ended() -> Iterator[None]:
     """Wait for the threads that the block has started. Others may belong to servers of earlier tests."""
@@ -149,15 +124,6 @@ def threads_ended() -> Iterator[None]:
     yield
     for thread in set(threading.enumerate()) - before:
         thread.join(60)
-
-
-def test_path_on_a_network_mount_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tree(tmp_path, **{"self/mounts": "srv:/x / nfs4 rw 0 0\n"})
-    asked: list[list[str]] = []
-    monkeypatch.setattr(PathSensor, "_check_paths", lambda _, paths: asked.append(paths))
-    with threads_ended():
-        PathSensor(("/",), tmp_path, ManualClock(monotonic=100.0)).poll()
-    assert asked == [["/"]]
 
 
 def test_hung_mount_is_timed_and_blocks_no_poll(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,7 +136,7 @@ def test_hung_mount_is_timed_and_blocks_no_poll(tmp_path: Path, monkeypatch: pyt
             answer.wait(60)
         return real("/")
 
-    monkeypatch.setattr(host_module.os, "statvfs", statvfs)
+    monkeypatch.setattr(os, "statvfs", statvfs)
     clock = ManualClock(monotonic=100.0)
     sensor = PathSensor(("/",), tmp_path, clock)
     with threads_ended():
@@ -184,31 +150,18 @@ def test_hung_mount_is_timed_and_blocks_no_poll(tmp_path: Path, monkeypatch: pyt
     assert all(sample.silent_s == 0 and sample.free_fraction is not None for sample in sensor.poll())
 
 
-# --- by which a vendor knows the parts ------------------------------------------------------------------------------
-
-
 @pytest.mark.promise("vendor-document")
 def test_port_keeps_its_vendor_identity_after_removal(tmp_path: Path) -> None:
-    card = tmp_path / "devices/0000:5e:00.0"
-    card.mkdir(parents=True)
-    folder = "class/infiniband/mlx5_0"
-    infiniband(tmp_path, "4: ACTIVE")
-    tree(tmp_path, **{f"{folder}/board_id": "MT_0000000838\n", f"{folder}/fw_ver": "28.39.1002\n"})
-    tree(tmp_path, **{f"{folder}/node_guid": "946d:ae03:00f1:0000\n"})
-    (tmp_path / folder / "device").symlink_to(card)
-    sensor = NetworkSensor(tmp_path)
-    told = {"address": "946d:ae03:00f1:0000", "board": "MT_0000000838", "firmware": "28.39.1002"}
-    assert [port.identity for port in sensor.poll()] == [told | {"pci_bus_id": "0000:5e:00.0"}]
-    shutil.rmtree(tmp_path / folder)
+    ports, sensor = network(tmp_path)
+    folder = ports.sys / "class/infiniband/mlx5_0"
+    attributes = {"address": "946d:ae03:00f1:0000", "board": "MT_0000000838", "firmware": "28.39.1002"}
+    for name, file in {"address": "node_guid", "board": "board_id", "firmware": "fw_ver"}.items():
+        ports.write(folder / file, attributes[name])
+    assert [port.identity for port in sensor.poll()] == [attributes | {"pci_bus_id": "0000:5e:00.0"}]
+    ports.remove_device(ports.sys / "devices" / CARD)
     for _ in range(COUNTERS_EVERY):
         (port,) = sensor.poll()
-    assert (port.up, port.identity) == (False, told | {"pci_bus_id": "0000:5e:00.0"})
-
-
-def test_an_ethernet_port_has_its_address(tmp_path: Path) -> None:
-    ethernet(tmp_path, "eth0", "up", physical=True)
-    tree(tmp_path, **{"class/net/eth0/address": "94:6d:ae:03:00:f1\n"})
-    assert NetworkSensor(tmp_path).poll()[0].identity == {"address": "94:6d:ae:03:00:f1"}
+    assert (port.device_gone, port.identity) == (1, attributes | {"pci_bus_id": "0000:5e:00.0"})
 
 
 def test_host_identity_skips_files_readable_only_by_root(tmp_path: Path) -> None:
@@ -217,6 +170,6 @@ def test_host_identity_skips_files_readable_only_by_root(tmp_path: Path) -> None
         tmp_path, **{f"{dmi}/sys_vendor": "NVIDIA\n", f"{dmi}/product_name": "DGXH100\n", kernel: "6.8.0-40-generic\n"}
     )
     tree(tmp_path, **{f"{dmi}/product_serial": "1660224000170\n"})
-    named = sysfs.Host(vendor="NVIDIA", product="DGXH100", serial="1660224000170", kernel="6.8.0-40-generic")
+    named = Host(vendor="NVIDIA", product="DGXH100", serial="1660224000170", kernel="6.8.0-40-generic")
     assert sysfs.host_identity(tmp_path, tmp_path) == named
-    assert sysfs.host_identity(tmp_path / "nothing", tmp_path / "nothing") == sysfs.Host()
+    assert sysfs.host_identity(tmp_path / "nothing", tmp_path / "nothing") == Host()

@@ -1,4 +1,4 @@
-"""``.metadata`` written without torch is, once torch reads it, what torch would have written."""
+"""``.metadata`` files that are written without torch and read by torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pickle
 
 import pytest
 import torch
-from everstep_agent.spill.dcp_metadata import ArchiveLocation, Chunk, ObjectEntry, TensorEntry, encode_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -18,14 +17,17 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from everstep.layout.manifests import Box
+from everstep_agent.spill.dcp_metadata import ArchiveLocation, ObjectEntry, TensorChunk, TensorEntry, encode_metadata
 
 PARTS = (
-    Chunk(Box((0, 0), (2, 3)), ArchiveLocation("__0_0.distcp", 0, 900)),
-    Chunk(Box((2, 0), (1, 3)), ArchiveLocation("__1_0.distcp", 64, 800)),
+    TensorChunk(Box((0, 0), (2, 3)), ArchiveLocation("__0_0.distcp", 0, 900)),
+    TensorChunk(Box((2, 0), (1, 3)), ArchiveLocation("__1_0.distcp", 64, 800)),
 )
 TENSORS = [
     TensorEntry(("model", "a.weight"), "bfloat16", (3, 3), PARTS),
-    TensorEntry(("optimizer", "state", "a.weight", "step"), "float32", (), (Chunk(Box((), ()), PARTS[0].location),)),
+    TensorEntry(
+        ("optimizer", "state", "a.weight", "step"), "float32", (), (TensorChunk(Box((), ()), PARTS[0].location),)
+    ),
 ]
 OBJECTS = [ObjectEntry(("optimizer", "param_groups", 0, "lr"), ArchiveLocation("__0_0.distcp", 1 << 40, 700))]
 

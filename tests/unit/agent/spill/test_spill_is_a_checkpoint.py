@@ -1,4 +1,4 @@
-"""What is written from slots is an ordinary checkpoint: torch's own functions read it, under torch's own names."""
+"""Checkpoints that are written from slots, read by torch's own functions under torch's own names."""
 
 from __future__ import annotations
 
@@ -11,33 +11,39 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
-from everstep_agent.spill.__main__ import execute
-from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from everstep.ids import Version
 from everstep.layout.stored_checkpoints import folder_name
-from tests.support.spilling import Odd, fill_slots, train
+from everstep_agent.spill.__main__ import execute
+from everstep_trainer.state.tracked_state import TrackedState
+from tests.support.vaults.sealed_slots import UnusualModel, fill_slots, train
 
 VERSION = Version(3, 12)
 ANY_TORCH = pytest.mark.filterwarnings("ignore")
 """torch.distributed.checkpoint warns of its own use of deprecated functions, and of running in a single process."""
 
 
+def shard(module: nn.Module) -> nn.Module:
+    fully_shard(module)  # changes the module
+    return module
+
+
 class Trained:
-    """A job after some steps: what it tracks, and what torch says its state is."""
+    """A job after some steps: its tracked state, and its state according to torch."""
 
     def __init__(self, wrap: Callable[[nn.Module], nn.Module] | None = None) -> None:
-        self.model = wrap(Odd(odd_dtypes=False)) if wrap else Odd()
+        self.model = wrap(UnusualModel(odd_dtypes=False)) if wrap else UnusualModel()
         module = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
         others = [p for n, p in module.named_parameters() if n != "low"]
-        groups = [{"params": others, "lr": 0.1}, {"params": [module.low], "betas": (0.8, 0.9)}]
+        groups: list[dict[str, Any]] = [{"params": others, "lr": 0.1}, {"params": [module.low], "betas": (0.8, 0.9)}]
         self.optimizer = torch.optim.AdamW(groups, weight_decay=0.02)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 2)
         self.state = TrackedState({"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule})
@@ -49,8 +55,8 @@ class Trained:
         return {"model": model, "optimizer": optimizer, "schedule": self.schedule.state_dict()}
 
 
-def spilled(tmp_path: Path, trained: Trained, **how: Any) -> Path:
-    order = fill_slots(tmp_path / "slots", trained.state, VERSION, **how)
+def spilled(tmp_path: Path, trained: Trained, **options: Any) -> Path:
+    order = fill_slots(tmp_path / "slots", trained.state, VERSION, **options)
     outcome = execute(msgspec.structs.replace(order, url=str(tmp_path / "out")))
     assert outcome.complete
     return tmp_path / "out" / folder_name(VERSION)
@@ -93,8 +99,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @ANY_TORCH
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
 def test_spill_has_the_keys_and_tensors_of_dcp_save(tmp_path: Path, alone: None, wrap: str) -> None:
-    trained = Trained({"ddp": DistributedDataParallel, "fsdp2": fully_shard}[wrap])
-    dcp.save(trained.state_dict(), checkpoint_id=tmp_path / "theirs")
+    wrappers: dict[str, Callable[[nn.Module], nn.Module]] = {"ddp": DistributedDataParallel, "fsdp2": shard}
+    trained = Trained(wrappers[wrap])
+    save(trained.state_dict(), checkpoint_id=tmp_path / "theirs")
     theirs, ours = metadata_of(tmp_path / "theirs"), metadata_of(spilled(tmp_path, trained))
     assert plain_keys(ours) == theirs.planner_data
     for key in theirs.state_dict_metadata:
@@ -112,7 +119,7 @@ def test_dcp_load_reads_a_spill_into_a_fresh_job(tmp_path: Path, layout: str) ->
         for tensor in (*fresh.model.parameters(), *fresh.model.buffers()):
             tensor.zero_()
     wanted = fresh.state_dict()
-    dcp.load(wanted, checkpoint_id=folder, no_dist=True)
+    load(wanted, checkpoint_id=folder, no_dist=True)
     assert equal(wanted, trained.state_dict())
     set_state_dict(
         fresh.model,
@@ -139,7 +146,7 @@ def test_every_byte_is_written_once(tmp_path: Path, layout: str) -> None:
     folder = spilled(tmp_path, Trained(), **LAYOUTS[layout])
     metadata = metadata_of(folder)
     for key, entry in metadata.state_dict_metadata.items():
-        if hasattr(entry, "chunks"):
+        if isinstance(entry, TensorStorageMetadata):
             volumes = sum(chunk.sizes.numel() for chunk in entry.chunks)
             assert volumes == entry.size.numel(), key
     used: dict[str, set[tuple[int, int]]] = {}
@@ -156,13 +163,16 @@ def test_spill_keeps_buffers_of_each_rank_with_rank_0_as_default(tmp_path: Path)
     read = metadata_of(folder)
     places = {index.fqn: place for index, place in read.storage_data.items()}
     ranks = [f"everstep.own.{rank}.model.norm.running_mean" for rank in range(3)]
-    assert all(read.state_dict_metadata[key].size == (7,) for key in ranks)
+    entries = [read.state_dict_metadata[key] for key in ranks]
+    assert all(isinstance(entry, TensorStorageMetadata) and entry.size == (7,) for entry in entries)
     assert len({(places[key].relative_path, places[key].offset) for key in ranks}) == 3
     assert places["model.norm.running_mean"] == places[ranks[0]]
 
 
 class Counted(nn.Linear):
-    """With extra state, and a buffer that training changes."""
+    """A linear layer with extra state, and a buffer that training changes."""
+
+    seen: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__(3, 3)
@@ -176,8 +186,9 @@ class Counted(nn.Linear):
 
 
 @ANY_TORCH
-def test_the_stages_of_a_pipeline_become_one_checkpoint(tmp_path: Path) -> None:
-    whole = nn.Sequential(OrderedDict(first=nn.Linear(3, 3), second=Counted()))
+def test_stages_of_a_pipeline_become_one_checkpoint(tmp_path: Path) -> None:
+    counted = Counted()
+    whole = nn.Sequential(OrderedDict(first=nn.Linear(3, 3), second=counted))
     stages = [nn.Sequential(OrderedDict({name: module})) for name, module in whole.named_children()]
     optimizers = [torch.optim.SGD(stage.parameters(), lr=0.5, momentum=0.9) for stage in stages]
     states = [
@@ -189,29 +200,20 @@ def test_the_stages_of_a_pipeline_become_one_checkpoint(tmp_path: Path) -> None:
         optimizer.step()
     for parameter in stages[1].parameters():
         optimizers[1].state[parameter]["count"] = 4
-    stages[1].second.seen += 1
+    counted.seen += 1
     order = fill_slots(tmp_path / "slots", states, VERSION)
     assert execute(msgspec.structs.replace(order, url=str(tmp_path / "out"))).complete
-    one = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
+    joint = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
     for optimizer in optimizers:
-        one.state.update(optimizer.state)
-    model, optim = get_state_dict(whole, one)
-    wanted = {"model": model, "optimizer": optim}
+        joint.state.update(optimizer.state)
+    model, optim = get_state_dict(whole, joint)
+    wanted: dict[str, Any] = {"model": model, "optimizer": optim}
     zeroed = {k: torch.zeros_like(v) if isinstance(v, torch.Tensor) else -1 for k, v in model.items()}
-    read = {"model": zeroed, "optimizer": get_state_dict(whole, one)[1]}
-    read["optimizer"]["param_groups"][0]["lr"] = 0
-    dcp.load(read, checkpoint_id=tmp_path / "out" / folder_name(VERSION), no_dist=True)
+    optimizer_state: dict[str, Any] = dict(get_state_dict(whole, joint)[1])
+    optimizer_state["param_groups"][0]["lr"] = 0
+    read: dict[str, dict[str, Any]] = {"model": zeroed, "optimizer": optimizer_state}
+    load(read, checkpoint_id=tmp_path / "out" / folder_name(VERSION), no_dist=True)
     assert equal(read["model"], wanted["model"])
     assert equal(read["optimizer"]["state"], wanted["optimizer"]["state"])
     assert read["optimizer"]["param_groups"][0]["lr"] == 0.5
     assert set(read["optimizer"]["param_groups"][0]["params"]) == {name for name, _ in whole.named_parameters()}
-
-
-def test_the_same_slots_give_the_same_bytes(tmp_path: Path) -> None:
-    trained = Trained()
-    order = fill_slots(tmp_path / "slots", trained.state, VERSION, world=3, layout="sharded")
-    for name in ("a", "b"):
-        execute(msgspec.structs.replace(order, url=str(tmp_path / name)))
-    a, b = ({p.name: p.read_bytes() for p in (tmp_path / name).rglob("*") if p.is_file()} for name in ("a", "b"))
-    assert a == b
-    assert set(a) == {"__0_0.distcp", "__1_0.distcp", "__2_0.distcp", ".metadata", "digests", "0", "1", "2"}

@@ -1,4 +1,4 @@
-"""Python state read without torch and numpy, and what tensors and values are called in an ordinary checkpoint."""
+"""Python state that is read without torch and numpy, and its names in an ordinary checkpoint."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from everstep_agent.spill.dcp_metadata import decode_state, flatten
-from everstep_agent.spill.layout import CheckpointPaths
-from everstep_agent.spill.torch_format import object_archive
-from everstep_trainer.state.python_value_codec import encode_blob
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
 from everstep.errors import MalformedMessage
 from everstep.layout.manifests import TensorInfo
+from everstep_agent.spill.dcp_metadata import decode_state, flatten
+from everstep_agent.spill.layout import CheckpointPaths
+from everstep_agent.spill.torch_format import object_archive
+from everstep_trainer.state.python_value_codec import encode_blob
 
 EVERY_KIND: dict[str, Any] = {
     "none": None,

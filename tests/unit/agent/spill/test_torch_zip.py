@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import pickle
 import zipfile
 import zlib
 from pathlib import Path
@@ -12,12 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from everstep_agent.spill.torch_format import Call, Global, RawTensor, TensorArchive, dumps, object_archive, row_major
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from everstep.errors import ConfigurationError, MalformedMessage
-from tests.support.examples import examples
+from everstep_agent.spill.torch_format import (
+    Global,
+    PickledCall,
+    RawTensor,
+    TensorArchive,
+    dumps,
+    object_archive,
+)
 
 TYPED = ["float32", "float64", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"]
 COMPLEX = ["complex64", "complex128"]
@@ -60,25 +63,13 @@ def test_torch_loads_an_archive_written_without_torch(dtype: str, shape: tuple[i
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_records_are_those_of_torch_save(dtype: str) -> None:
+def test_records_are_those_of_torch_save(dtype: str) -> None:
     tensor, file = values_of(dtype, (3, 4)), io.BytesIO()
     torch.save(tensor, file)
     theirs, ours = records_of(file.getvalue()), records_of(archived(tensor))
     assert list(ours) == list(theirs)
     same = set(theirs) - {"archive/data.pkl", "archive/.data/serialization_id"}
     assert {name: ours[name] for name in same} == {name: theirs[name] for name in same}
-
-
-def test_archive_is_aligned_and_deterministic() -> None:
-    archive = TensorArchive("float32", 4, (5,))
-    assert len(archive.head) % 64 == 0
-    assert archived(torch.ones(5)) == archived(torch.ones(5))
-
-
-@settings(max_examples=examples(30))
-@given(st.lists(st.integers(0, 4), max_size=5))
-def test_strides_equal_those_of_torch(shape: list[int]) -> None:
-    assert row_major(shape) == torch.empty(shape).stride()
 
 
 @pytest.mark.parametrize("nbytes", [(1 << 32) - 2, (1 << 32) - 1, (1 << 32) + 64])
@@ -136,19 +127,6 @@ def test_plain_values_load_with_both_torch_readers(value: Any) -> None:
         assert type(read) is type(value)
 
 
-plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary(),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4) | st.tuples(inner, inner),
-    max_leaves=20,
-)
-
-
-@settings(max_examples=examples(60))
-@given(plain)
-def test_plain_value_round_trips_through_standard_pickle(value: Any) -> None:
-    assert pickle.loads(dumps(value)) == value
-
-
 def test_tensors_inside_a_value_are_tensors_again() -> None:
     value = {"a": [RawTensor("bfloat16", (2,), raw_bytes(torch.ones(2, dtype=torch.bfloat16)))], "n": 3}
     value["b"] = (RawTensor("uint16", (), b"\x05\x00"),)
@@ -158,14 +136,10 @@ def test_tensors_inside_a_value_are_tensors_again() -> None:
     assert (read["b"][0].item(), read["n"]) == (5, 3)
 
 
-def test_a_set_gives_the_same_bytes_in_any_order() -> None:
-    assert dumps(set("abcdefgh")) == dumps(set("hgfedcba"))
-
-
 def test_non_plain_value_is_refused() -> None:
     with pytest.raises(ConfigurationError, match="Path cannot be written"):
         dumps(Path("x"))
     with pytest.raises(ConfigurationError, match="is not a valid name"):
-        dumps(Call(Global("os\nsystem", "x")))
+        dumps(PickledCall(Global("os\nsystem", "x")))
     with pytest.raises(MalformedMessage, match="not the name of a dtype"):
         TensorArchive("float32\nos", 4, (1,))

@@ -11,18 +11,18 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from everstep_agent.spill.__main__ import execute
-from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 
 from everstep.ids import Version
 from everstep.layout.slots import slot_bytes_for
 from everstep.wire.v1 import local
-from tests.support.forked import ForkPool
-from tests.support.killed_spill import contents
-from tests.support.spilling import fill_slots
-from tests.support.vaults import JOB, RankMemory, VaultProcess, Vaults, map_segment, process_gone, vaults
-from tests.support.waiting import until
+from everstep_agent.spill.__main__ import execute
+from everstep_trainer.state.tracked_state import TrackedState
+from tests.support.processes.fork_pool import ForkPool
+from tests.support.processes.waiting import until
+from tests.support.vaults.sealed_slots import fill_slots
+from tests.support.vaults.vault_process import JOB, RankMemory, VaultProcess, Vaults, map_segment, process_gone, vaults
+from tests.unit.agent.spill.killed_spill import contents
 
 V = Version(3, 20)
 WRITERS = {"n1": (0, 1), "n2": (2,)}
@@ -52,8 +52,14 @@ class Fleet:
             self.ranks.append(memory)
 
     def post(self, node: str, **fields: object) -> int:
-        said = {"job": JOB, "generation": 3, "version": V, "url": str(self.folder / "out"), "writers": WRITERS} | fields
-        return self.vaults.supervisors[node].post(local.Spill, **said)
+        order = {
+            "job": JOB,
+            "generation": 3,
+            "version": V,
+            "url": str(self.folder / "out"),
+            "writers": WRITERS,
+        } | fields
+        return self.vaults.supervisors[node].post(local.Spill, **order)
 
     def spill(self, node: str, **fields: object) -> Any:
         return self.vaults.supervisors[node].wait(self.post(node, **fields))
@@ -75,16 +81,6 @@ class Fleet:
 def fleet(program_forks: ForkPool, tmp_path: Path) -> Iterator[Fleet]:
     with vaults(program_forks) as running:
         yield Fleet(running, tmp_path)
-
-
-def test_last_vault_to_write_completes_the_checkpoint(fleet: Fleet) -> None:
-    first, second = fleet.spill("n2"), fleet.spill("n1")
-    assert (first.complete, second.complete) == (False, True)
-    assert contents(fleet.folder / "out") == contents(fleet.folder / "alone")
-    assert first.bytes + second.bytes == sum(p.stat().st_size for p in (fleet.folder / "out").rglob("*.distcp"))
-    assert fleet.spill("n2").complete, "asked again, it finds everything there"
-    said = fleet.vaults.supervisors["n1"].ask(local.Statistics)
-    assert (said.counters["spilled_slots"], said.counters["spilled_bytes"]) == (2, second.bytes)
 
 
 def test_failed_spill_reports_its_error_code(fleet: Fleet) -> None:
@@ -113,14 +109,6 @@ def test_spill_succeeds_after_a_killed_writer(fleet: Fleet) -> None:
     assert answer.code == "unavailable"
     assert fleet.spill("n1").complete
     assert contents(fleet.folder / "out") == contents(fleet.folder / "alone")
-
-
-def test_a_writer_ends_with_its_vault(fleet: Fleet) -> None:
-    vault = fleet.vaults.all[0]
-    fleet.post("n1")
-    writer = fleet.writer_of(vault)
-    vault.kill()
-    until(lambda: process_gone(writer), "the end of the writer")
 
 
 def test_forgetting_a_job_ends_its_writer(fleet: Fleet) -> None:

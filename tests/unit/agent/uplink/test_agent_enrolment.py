@@ -13,17 +13,17 @@ from typing import Any
 
 import msgspec
 import pytest
-from everstep_agent.config import AgentSettings
-from everstep_agent.uplink.credentials import enrol, ensure_token, renew_token
 
 from everstep.bearer_tokens import hash_secret, split_stored
-from everstep.errors import ConfigurationError, Conflict, PermissionDenied, Unavailable
+from everstep.errors import ConfigurationError, Conflict, PermissionDenied
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1 import enrolment as wire
 from everstep.wire.v1 import operator as op
-from tests.support.controllers import ControllerProcess, controller_process
-from tests.support.forked import ForkPool
-from tests.support.sessions import AgentSession, NotUpgraded
+from everstep_agent.config import AgentSettings
+from everstep_agent.uplink.credentials import enrol, ensure_token
+from tests.support.fleet.controllers import ControllerProcess, controller_process
+from tests.support.fleet.session_client import AgentSession, NotUpgraded
+from tests.support.processes.fork_pool import ForkPool
 
 DEADLINE_S = 60.0
 
@@ -96,17 +96,6 @@ def test_lost_enrolment_answer_is_retried_with_same_secret(
     assert is_good(process, mine)
 
 
-def test_unreceived_enrolment_is_retried_with_same_secret(
-    settings: Callable[..., AgentSettings], tmp_path: Path
-) -> None:
-    mine = settings("unheard")
-    with pytest.raises(Unavailable):
-        enrol(msgspec.structs.replace(mine, controllers=("http://127.0.0.1:1",)))
-    secret = (tmp_path / ".token.enrolling").read_text().strip()
-    enrol(mine)
-    assert split_stored(token(mine))[1] == secret
-
-
 def test_enrolment_refusal_is_raised_and_writes_no_token(settings: Callable[..., AgentSettings]) -> None:
     with pytest.raises(PermissionDenied, match="for nodes named other"):
         enrol(mine := settings("stranger", subject="other*"))
@@ -116,16 +105,6 @@ def test_enrolment_refusal_is_raised_and_writes_no_token(settings: Callable[...,
     (mine.token_file).unlink()
     with pytest.raises(Conflict, match="is enrolled already"):
         enrol(msgspec.structs.replace(settings("twice")))
-
-
-def test_enrolment_tries_the_next_controller(
-    process: ControllerProcess, settings: Callable[..., AgentSettings]
-) -> None:
-    mine = settings("second")
-    enrol(msgspec.structs.replace(mine, controllers=("http://127.0.0.1:1", *mine.controllers)))
-    assert is_good(process, mine)
-    with pytest.raises(Unavailable):
-        enrol(msgspec.structs.replace(mine, controllers=("http://127.0.0.1:1",)))
 
 
 def test_enrolment_is_skipped_with_token_or_without_join_token(
@@ -165,16 +144,6 @@ def test_unreadable_join_token_is_refused_at_once(settings: Callable[..., AgentS
         asyncio.run(ensure_token(mine, asyncio.Event()))
 
 
-def test_refused_token_is_reread_before_enrolling_again(
-    process: ControllerProcess, settings: Callable[..., AgentSettings], tmp_path: Path
-) -> None:
-    mine = settings("renews")
-    (tmp_path / "token").write_text("agent:renews:old")
-    assert asyncio.run(renew_token(mine, "agent:renews:older")) == "agent:renews:old"
-    assert asyncio.run(renew_token(mine, "agent:renews:old")) == token(mine)
-    assert is_good(process, mine)
-
-
 @pytest.mark.slow
 def test_agent_enrols_again_after_credential_revocation(
     process: ControllerProcess, settings: Callable[..., AgentSettings], tmp_path: Path
@@ -199,7 +168,7 @@ def test_agent_enrols_again_after_credential_revocation(
 
 def is_registered(process: ControllerProcess, node: str) -> bool:
     status, body = process.ask("GET", "/v1/nodes")
-    return status == 200 and node in [one["node"] for one in json.loads(body)["nodes"]]
+    return status == 200 and node in [node["node"] for node in json.loads(body)["nodes"]]
 
 
 def wait_for(condition: Callable[[], bool], directory: Path) -> None:

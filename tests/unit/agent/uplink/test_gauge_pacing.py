@@ -4,9 +4,9 @@ from typing import Any
 
 import msgspec
 import pytest
-from everstep_agent.uplink.gauge_pacing import DEAD_BANDS, REFRESH_INTERVAL_S, GaugePacer, differ
 
 from everstep.wire.v1.agent import GAUGE_INTERVAL_S, GpuGauges
+from everstep_agent.uplink.gauge_pacing import DEAD_BANDS, GaugePacer, differ
 
 BUSY = GpuGauges(
     index=0, temperature_c=60, power_w=600.0, utilization=0.9, memory_used_bytes=8 << 30, sm_clock_mhz=1755
@@ -41,29 +41,6 @@ def test_changed_gauges_wait_for_the_interval(pacer: GaugePacer) -> None:
     hot = changed(temperature_c=90)
     assert pacer.take_due(lambda: hot, 5.0 + 1.5 * GAUGE_INTERVAL_S - 0.1, half) == ()
     assert pacer.take_due(lambda: hot, 5.0 + 1.5 * GAUGE_INTERVAL_S, half) == hot
-
-
-def test_equal_gauges_are_sent_once_a_minute(pacer: GaugePacer) -> None:
-    sent = [at for at in range(6, 200) if pacer.take_due(lambda: (BUSY,), float(at), half)]
-    assert sent == [5 + REFRESH_INTERVAL_S, 5 + 2 * REFRESH_INTERVAL_S, 5 + 3 * REFRESH_INTERVAL_S]
-
-
-def test_new_controller_gets_gauges_again(pacer: GaugePacer) -> None:
-    pacer.handle_new_controller()
-    assert pacer.take_due(lambda: (BUSY,), 6.0, half) == ()
-    assert pacer.take_due(lambda: (BUSY,), 6.0 + GAUGE_INTERVAL_S, half) == (BUSY,)
-
-
-def test_node_without_gpus_sends_nothing_and_draws_nothing() -> None:
-    pacer = GaugePacer()
-    assert all(pacer.take_due(tuple, float(at), lambda: 1 / 0) == () for at in range(200))
-
-
-def test_gauges_are_read_only_when_they_are_due(pacer: GaugePacer) -> None:
-    def read() -> tuple[GpuGauges, ...]:
-        raise AssertionError("read between two intervals")
-
-    assert pacer.take_due(read, 6.0, half) == ()
 
 
 @pytest.mark.parametrize("name", DEAD_BANDS)

@@ -1,9 +1,43 @@
-"""What an agent says next, and what an answer means: values in, values out."""
+"""Rules for an agent's next message and for the controller's answers, as pure functions."""
 
 from __future__ import annotations
 
 import msgspec
 import pytest
+
+from everstep.errors import (
+    AuthenticationError,
+    Conflict,
+    EverstepError,
+    MalformedMessage,
+    NotFound,
+    PermissionDenied,
+    ProtocolError,
+    RateLimited,
+    StaleGeneration,
+    TooLarge,
+    Unavailable,
+    VersionMismatch,
+)
+from everstep.vocabulary import Finding, FindingKind, Severity
+from everstep.wire.v1.agent import (
+    MAX_FINDINGS,
+    FrameKind,
+    FrameRefused,
+    Heartbeat,
+    HeartbeatAnswer,
+    NumberedReport,
+    Register,
+    Registered,
+)
+from everstep.wire.v1.directives import Directive, StopJob
+from everstep.wire.v1.training import FindingCleared, FindingRaised
+from everstep_agent.uplink.connection import (
+    MAX_RETRY_AFTER_S,
+    error_from_frame,
+    error_from_response,
+    retry_after_s,
+)
 from everstep_agent.uplink.heartbeat import (
     MAX_REMEMBERED_DIRECTIVES,
     DirectiveInbox,
@@ -13,32 +47,6 @@ from everstep_agent.uplink.heartbeat import (
     operator_advice,
     refusal_action,
 )
-
-from everstep.errors import (
-    AuthenticationError,
-    EverstepError,
-    MalformedMessage,
-    NotFound,
-    PermissionDenied,
-    ProtocolError,
-    StaleGeneration,
-    TooLarge,
-    Unavailable,
-    VersionMismatch,
-)
-from everstep.vocabulary import Finding, FindingKind, Severity
-from everstep.wire.v1.agent import (
-    MAX_FINDINGS,
-    Gpu,
-    Heartbeat,
-    HeartbeatAnswer,
-    Host,
-    NumberedReport,
-    Register,
-    Registered,
-)
-from everstep.wire.v1.directives import Directive, StopJob
-from everstep.wire.v1.training import FindingCleared, FindingRaised
 
 FACTS = NodeDescription(vault="127.0.0.1:7702", boot_id="b1")
 
@@ -80,14 +88,6 @@ def test_first_message_is_a_registration_with_all_findings() -> None:
     assert 1 in message.protocols
 
 
-def test_registration_carries_the_hardware_of_the_node() -> None:
-    facts = msgspec.structs.replace(FACTS, host=Host(vendor="NVIDIA", serial="166"), driver_version="570")
-    message = Talk().next(facts=facts)
-    assert isinstance(message, Register)
-    expected = msgspec.structs.asdict(facts)
-    assert {field: getattr(message, field) for field in expected} == expected
-
-
 def test_heartbeat_carries_findings_only_when_changed() -> None:
     talk = Talk()
     talk.register(a_finding())
@@ -96,13 +96,6 @@ def test_heartbeat_carries_findings_only_when_changed() -> None:
     assert cleared.findings == ()
     talk.conversation.handle_heartbeat_answer(cleared, HeartbeatAnswer(server_at=0.0))
     assert talk.beat().findings is None
-
-
-def test_unanswered_heartbeat_findings_are_sent_again() -> None:
-    talk = Talk()
-    talk.register()
-    assert talk.beat(a_finding()).findings == (a_finding(),)
-    assert talk.beat(a_finding()).findings == (a_finding(),)
 
 
 def test_resend_is_answered_with_all_findings() -> None:
@@ -146,24 +139,6 @@ def test_all_findings_follow_only_an_outdated_report(
     assert talk.beat(*stands).findings is None
 
 
-def test_findings_in_flight_with_an_outdated_report_are_resent() -> None:
-    talk = Talk()
-    talk.register(a_finding())
-    under_way = talk.beat()
-    assert under_way.findings == ()
-    talk.conversation.handle_reports_answer((NumberedReport(number=1, body=FindingRaised(finding=a_finding())),), ())
-    talk.conversation.handle_heartbeat_answer(under_way, HeartbeatAnswer(server_at=0.0))
-    assert talk.beat().findings == ()
-
-
-def test_node_change_triggers_a_new_registration() -> None:
-    talk = Talk()
-    talk.register()
-    gpu = Gpu(index=0, uuid="GPU-0", name="H100", pci_bus_id="0000:1b:00", memory_bytes=80 << 30)
-    assert isinstance(talk.next(facts=msgspec.structs.replace(FACTS, gpus=(gpu,))), Register)
-    assert isinstance(talk.next(facts=msgspec.structs.replace(FACTS, vault="127.0.0.1:9")), Register)
-
-
 @pytest.mark.parametrize(("asked", "taken"), [(0.0, 0.05), (-1.0, 0.05), (0.5, 0.5), (1e9, 60.0)])
 def test_heartbeat_interval_of_the_controller_is_clamped(asked: float, taken: float) -> None:
     talk = Talk()
@@ -201,13 +176,6 @@ def test_heartbeat_over_the_finding_limit_counts_the_missing() -> None:
     assert msgspec.json.decode(msgspec.json.encode(message), type=Register) == message
 
 
-def test_heartbeat_at_the_finding_limit_is_sent_whole() -> None:
-    findings = tuple(a_finding(f"g{i}") for i in range(MAX_FINDINGS))
-    message = Talk().next(*findings)
-    assert isinstance(message, Register)
-    assert message.findings == findings
-
-
 @pytest.mark.parametrize(
     ("error", "meaning", "at_registration"),
     [
@@ -242,30 +210,6 @@ def test_repeated_directive_is_handed_on_once() -> None:
     assert inbox.received_through == 3
 
 
-def test_older_directive_does_not_lower_the_sequence() -> None:
-    inbox = DirectiveInbox()
-    inbox.filter_new([Directive(seq=6, body=stop("b"))])
-    assert len(inbox.filter_new([Directive(seq=5, body=stop("a"))])) == 1
-    assert inbox.received_through == 6
-
-
-def test_directives_are_handed_on_in_their_order() -> None:
-    assert [d.seq for d in DirectiveInbox().filter_new([Directive(seq=s, body=stop(str(s))) for s in (3, 1, 2)])] == [
-        1,
-        2,
-        3,
-    ]
-
-
-def test_directives_restarting_their_count_are_received() -> None:
-    inbox = DirectiveInbox()
-    inbox.filter_new([Directive(seq=1, body=stop("a")), Directive(seq=2, body=stop("b"))])
-    inbox.start_at(1)
-    assert inbox.received_through == 0
-    again = inbox.filter_new([Directive(seq=1, body=stop("a")), Directive(seq=2, body=stop("c"))])
-    assert [d.body for d in again] == [stop("c")]
-
-
 def test_reused_directive_number_is_remembered_with_new_body() -> None:
     inbox = DirectiveInbox()
     inbox.filter_new(Directive(seq=seq, body=stop("a")) for seq in range(1, MAX_REMEMBERED_DIRECTIVES + 1))
@@ -273,3 +217,31 @@ def test_reused_directive_number_is_remembered_with_new_body() -> None:
     again = Directive(seq=1, body=stop("b"))
     assert inbox.filter_new([again, Directive(seq=MAX_REMEMBERED_DIRECTIVES + 1, body=stop("a"))])[0] == again
     assert inbox.filter_new([again]) == []
+
+
+URL = "http://c:1"
+PROBLEM = b'{"type":"urn:everstep:error:conflict","title":"Conflict","status":409,"code":"conflict","detail":"why"}'
+
+
+def test_refusal_is_parsed() -> None:
+    error = error_from_response(409, PROBLEM, "", URL)
+    assert isinstance(error, Conflict)
+    assert str(error) == "http://c:1: why (409)"
+
+
+@pytest.mark.parametrize("body", [b"", b"<html>", b"\xff\xfe", b"[]", b'{"code":7}', b'{"x":' + b"[" * 100_000])
+@pytest.mark.parametrize(
+    ("status", "kind"), [(401, AuthenticationError), (404, NotFound), (409, StaleGeneration), (400, ProtocolError)]
+)
+def test_unknown_refusal_body_is_classified_by_status(body: bytes, status: int, kind: type[EverstepError]) -> None:
+    assert type(error_from_response(status, body, "", URL)) is kind
+
+
+def test_frame_refusal_is_classified_by_its_code() -> None:
+    limited = error_from_frame(
+        FrameRefused(frame_kind=FrameKind.REPORTS, code="rate_limited", message="slower", retry_after_s=1e9), URL
+    )
+    assert isinstance(limited, RateLimited)
+    assert retry_after_s(limited, is_busy=False) == MAX_RETRY_AFTER_S
+    assert type(error_from_frame(FrameRefused(frame_kind=2, code="unavailable", message="m"), URL)) is Unavailable
+    assert type(error_from_frame(FrameRefused(frame_kind=2, code="from_the_future", message="m"), URL)) is ProtocolError

@@ -1,4 +1,4 @@
-"""Unsent reports: numbered, bounded, gathered, and kept for the next life."""
+"""Unsent reports: numbered, bounded, batched, and kept for the agent's next start."""
 
 from __future__ import annotations
 
@@ -6,24 +6,18 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from everstep_agent.uplink.spool import Spool, is_urgent
-from hypothesis import given
-from hypothesis import strategies as st
 
 from everstep.ids import Version
-from everstep.vocabulary import AuditLink, AuditRole, Finding, FindingKind, Severity
+from everstep.vocabulary import AuditKind, AuditRole
 from everstep.wire.v1.training import (
     AnyReport,
     AuditsClean,
     AuditStatement,
-    FindingCleared,
-    FindingRaised,
-    JobSpec,
-    LauncherJoined,
     RankLost,
     VersionSealed,
 )
-from tests.support.uplinks import lost
+from everstep_agent.uplink.spool import Spool
+from tests.support.agents.uplinks import lost
 
 
 def sealed(step: int, *, rank: int = 0, safe: bool = True, digests: dict[str, str] | None = None) -> VersionSealed:
@@ -33,17 +27,9 @@ def sealed(step: int, *, rank: int = 0, safe: bool = True, digests: dict[str, st
     )
 
 
-def joined() -> LauncherJoined:
-    return LauncherJoined(job="j", at=0.0, spec=JobSpec(job="j"), launcher=1, store="127.0.0.1:1")
-
-
 def stated() -> AuditStatement:
-    words = {"link": AuditLink.PEER_REPLAY, "unit": "layer 0", "owner": 0, "role": AuditRole.OWNER}
+    words = {"audit": AuditKind.PEER_REPLAY, "unit": "layer 0", "owner": 0, "role": AuditRole.OWNER}
     return AuditStatement(job="j", at=0.0, generation=1, rank=0, step=3, original="a", digest="b", **words)  # type: ignore[arg-type]
-
-
-def raised(severity: Severity) -> FindingRaised:
-    return FindingRaised(finding=Finding(kind=FindingKind.GPU_XID, subject="g", severity=severity, message="m"))
 
 
 def a_spool(file: Path | None = None, *, most_reports: int = 64, most_bytes: int = 1 << 20) -> Spool:
@@ -64,23 +50,6 @@ def test_urgent_report_is_due_at_once_and_seal_after_window() -> None:
     assert spool.wait_s(5.0) == 0.0
 
 
-def test_losses_joins_and_critical_findings_are_urgent() -> None:
-    assert is_urgent(lost())
-    assert is_urgent(joined())
-    assert is_urgent(stated())
-    assert is_urgent(FindingCleared(key="k"))
-    assert is_urgent(raised(Severity.CRITICAL))
-    assert not is_urgent(raised(Severity.WARNING))
-    assert not is_urgent(sealed(1))
-
-
-def test_urgent_report_flushes_waiting_reports_in_order() -> None:
-    spool = a_spool()
-    spool.add(sealed(1), 0.0)
-    spool.add(lost(), 0.0)
-    assert [n.number for n in spool.next_batch()] == [1, 2]
-
-
 def test_reports_stay_until_they_are_acknowledged() -> None:
     spool = a_spool()
     for rank in range(3):
@@ -99,21 +68,6 @@ def test_later_seal_replaces_the_earlier_and_keeps_digests() -> None:
     spool.add(sealed(1, safe=True), 0.05)
     assert bodies(spool) == [sealed(1, safe=True, digests={"params": "aa"})]
     assert spool.wait_s(0.1) == 0.0  # as due as the first word was
-
-
-def test_every_version_and_rank_has_its_own_seal() -> None:
-    spool = a_spool()
-    for step, rank in [(1, 0), (1, 1), (2, 0)]:
-        spool.add(sealed(step, rank=rank), 0.0)
-    assert len(bodies(spool)) == 3
-
-
-def test_seal_in_flight_is_not_changed() -> None:
-    spool = a_spool()
-    spool.add(sealed(1, safe=False), 0.0)
-    spool.next_batch()
-    spool.add(sealed(1, safe=True), 0.0)
-    assert bodies(spool) == [sealed(1, safe=False), sealed(1, safe=True)]
 
 
 def test_full_spool_drops_oldest_seals_before_losses() -> None:
@@ -138,23 +92,7 @@ def test_clean_audits_wait_and_are_dropped_like_seals(tmp_path: Path) -> None:
     assert bodies(a_spool(tmp_path / "reports")) == [stated()]
 
 
-def test_losses_alone_are_bounded_too() -> None:
-    spool = a_spool(most_reports=64)
-    for rank in range(300):
-        spool.add(lost(rank), 0.0)
-    assert len(spool) <= 64
-    assert bodies(spool)[-1] == lost(299)
-
-
-def test_bytes_are_bounded() -> None:
-    spool = a_spool(most_bytes=20_000)
-    for rank in range(60):
-        spool.add(RankLost(job="j", at=0.0, generation=1, rank=rank, local_rank=0, detail="x" * 1000), 0.0)
-    assert spool.size_bytes <= 20_000
-    assert spool.dropped_count > 0
-
-
-def test_a_request_is_bounded_in_reports_and_bytes() -> None:
+def test_request_is_bounded_in_reports_and_bytes() -> None:
     spool = a_spool(most_reports=5000, most_bytes=64 << 20)
     for rank in range(1500):
         spool.add(lost(rank), 0.0)
@@ -184,14 +122,7 @@ def test_recovered_spool_skips_acknowledged_reports(tmp_path: Path) -> None:
     assert bodies(a_spool(tmp_path / "reports")) == [lost(2)]
 
 
-def test_recovered_spool_drops_offers_of_unseen_launchers(tmp_path: Path) -> None:
-    first = a_spool(tmp_path / "reports")
-    first.add(joined(), 0.0)
-    first.add(lost(), 0.0)
-    assert bodies(a_spool(tmp_path / "reports")) == [lost()]
-
-
-def test_a_record_torn_by_the_crash_is_left_out(tmp_path: Path) -> None:
+def test_record_torn_by_the_crash_is_left_out(tmp_path: Path) -> None:
     file = tmp_path / "reports"
     first = a_spool(file)
     first.add(lost(0), 0.0)
@@ -222,28 +153,6 @@ def test_spool_file_is_bounded_and_empty_once_acknowledged(tmp_path: Path) -> No
     assert file.stat().st_size <= 4 * 10_000 + 1000
     spool.acknowledge(5000)
     assert file.stat().st_size == 0
-
-
-@given(st.lists(st.one_of(st.integers(0, 5).map(sealed), st.integers(0, 5).map(lost), st.just(None)), max_size=60))
-def test_numbers_rise_and_nothing_is_lost_below_the_bounds(steps: list[AnyReport | None]) -> None:
-    spool = a_spool()
-    heard: dict[int, AnyReport] = {}
-    for step in steps:
-        if step is not None:
-            spool.add(step, 0.0)
-            continue
-        batch = spool.next_batch()
-        heard |= {n.number: n.body for n in batch}
-        if batch:
-            spool.acknowledge(batch[-1].number)
-    heard |= {n.number: n.body for n in spool.next_batch()}
-    assert list(heard) == sorted(heard)
-    said = [s for s in steps if s is not None]
-    assert sum(isinstance(b, RankLost) for b in heard.values()) == sum(isinstance(s, RankLost) for s in said)
-    assert {b.version for b in heard.values() if isinstance(b, VersionSealed)} == {
-        s.version for s in said if isinstance(s, VersionSealed)
-    }
-    assert spool.dropped_count == 0
 
 
 def test_seals_of_an_ended_generation_are_dropped() -> None:

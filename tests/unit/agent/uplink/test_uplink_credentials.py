@@ -1,4 +1,4 @@
-"""What an agent shows of itself, and how it is renewed while the agent runs."""
+"""Tokens and certificates of an agent, and their renewal while the agent runs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from everstep_agent.config import AgentSettings
-from everstep_agent.uplink.credentials import MIN_RENEWAL_INTERVAL_S, AgentCredentials
 
 from everstep.clock import ManualClock
-from everstep.errors import AuthenticationError, ConfigurationError, Unavailable
-from tests.support.certificates import Authority
-from tests.support.controller_stub import ControllerStub, serving
-from tests.support.uplinks import TOKEN, Bench, refuse_always, until
+from everstep.errors import ConfigurationError, Unavailable
+from everstep_agent.config import AgentSettings
+from everstep_agent.uplink.credentials import MIN_RENEWAL_INTERVAL_S, AgentCredentials
+from tests.support.agents.controller_stub import ControllerStub, serving
+from tests.support.agents.uplinks import UplinkBench, until
+from tests.support.services.certificates import Authority
 
 
 def settings(directory: Path, **changes: object) -> AgentSettings:
@@ -24,8 +24,8 @@ def settings(directory: Path, **changes: object) -> AgentSettings:
     return msgspec.structs.replace(made, **changes)
 
 
-def asking(authority: Authority) -> ssl.SSLContext:
-    """A server's side that takes nobody without a certificate."""
+def requiring_certificate(authority: Authority) -> ssl.SSLContext:
+    """The TLS context of a server that requires a client certificate."""
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(authority.pair.certificate))
     context.load_cert_chain(*authority.server())
     context.verify_mode = ssl.CERT_REQUIRED
@@ -37,11 +37,16 @@ def test_client_certificate_replaces_the_token(tmp_path: Path) -> None:
     certificate, key = authority.client("everstep://agent/n1")
 
     async def story(controller: ControllerStub) -> None:
-        files = {"ca_file": authority.pair.certificate, "client_certificate": certificate, "client_key": key}
-        async with Bench(tmp_path).line(controller.url, token_file=None, **files) as line:
-            await until(lambda: line.node.registrations and controller.beats)
+        async with UplinkBench(tmp_path).running_uplink(
+            controller.url,
+            token_file=None,
+            ca_file=authority.pair.certificate,
+            client_certificate=certificate,
+            client_key=key,
+        ) as line:
+            await until(lambda: line.node.registrations and controller.heartbeats)
 
-    with serving(ControllerStub("", tls=asking(authority))) as controller:
+    with serving(ControllerStub("", tls=requiring_certificate(authority))) as controller:
         asyncio.run(story(controller))
 
 
@@ -51,22 +56,6 @@ def test_controllers_are_verified_by_name_and_authority(tmp_path: Path) -> None:
     assert context.check_hostname
     assert context.verify_mode is ssl.CERT_REQUIRED
     assert len(context.get_ca_certs()) == 1
-
-
-def test_the_token_is_read_for_each_connection(tmp_path: Path) -> None:
-    bench = Bench(tmp_path)
-
-    async def story(controller: ControllerStub) -> None:
-        async with bench.line(controller.url) as line:
-            await until(lambda: line.node.registrations)
-            controller.token = "rotated"
-            bench.token_file.write_text("rotated")
-            controller.drop()
-            await until(lambda: line.uplink.outcomes["session", "ok"] == 2)
-            assert line.uplink.outcomes["session", "unauthenticated"] == 0
-
-    with serving(ControllerStub(TOKEN)) as controller:
-        asyncio.run(story(controller))
 
 
 def test_unreadable_token_file_keeps_the_previous_token(tmp_path: Path) -> None:
@@ -82,8 +71,10 @@ def test_unreadable_token_file_keeps_the_previous_token(tmp_path: Path) -> None:
 def test_renewed_certificate_is_used_from_the_next_connection(tmp_path: Path) -> None:
     authority = Authority(tmp_path)
     certificate, key = authority.client("everstep://agent/n1")
-    given = settings(tmp_path, ca_file=authority.pair.certificate, client_certificate=certificate, client_key=key)
-    credentials = AgentCredentials(given, ManualClock())
+    agent_settings = settings(
+        tmp_path, ca_file=authority.pair.certificate, client_certificate=certificate, client_key=key
+    )
+    credentials = AgentCredentials(agent_settings, ManualClock())
     first = credentials.tls()
     assert credentials.tls() is first
     for renewed, file in zip(authority.client("everstep://agent/n2"), (certificate, key), strict=True):
@@ -97,7 +88,7 @@ def test_renewed_certificate_is_used_from_the_next_connection(tmp_path: Path) ->
 def test_refused_token_is_renewed_at_a_limited_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     refused: list[str] = []
 
-    async def renew(given: AgentSettings, token: str) -> str:
+    async def renew(agent_settings: AgentSettings, token: str) -> str:
         refused.append(token)
         return "another"
 
@@ -117,29 +108,8 @@ def test_refused_token_is_renewed_at_a_limited_rate(tmp_path: Path, monkeypatch:
     assert refused == ["first", "first"]
 
 
-def test_absent_controller_triggers_no_enrolment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    renewed: list[str] = []
-
-    async def renew(given: AgentSettings, token: str) -> str:
-        renewed.append(token)
-        return token
-
-    monkeypatch.setattr("everstep_agent.uplink.credentials.renew_token", renew)
-
-    async def story(controller: ControllerStub) -> None:
-        refuse_always(controller, "session", Unavailable("standing by", 0.0))
-        async with Bench(tmp_path).line(controller.url) as line:
-            await until(lambda: line.uplink.outcomes["session", "unavailable"] >= 2)
-            assert renewed == []
-            refuse_always(controller, "session", AuthenticationError("who?"))
-            await until(lambda: renewed)
-
-    with serving(ControllerStub(TOKEN)) as controller:
-        asyncio.run(story(controller))
-
-
 def test_failed_enrolment_keeps_the_refusal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def away(given: AgentSettings, token: str) -> str:
+    async def away(agent_settings: AgentSettings, token: str) -> str:
         raise Unavailable("no controller")
 
     monkeypatch.setattr("everstep_agent.uplink.credentials.renew_token", away)

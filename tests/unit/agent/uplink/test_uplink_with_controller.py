@@ -12,26 +12,25 @@ import pytest
 
 from everstep.bearer_tokens import TokenRole, mint
 from everstep.wire.v1.directives import NewGeneration
-from tests.support.controllers import SECRET, InProcess, joined
-from tests.support.sessions import Line as Dialled
-from tests.support.sessions import Served, served
-from tests.support.uplinks import Bench, Line, until
+from tests.support.agents.uplinks import RunningUplink, UplinkBench, until
+from tests.support.fleet.controllers import SECRET, InProcess, joined
+from tests.support.fleet.session_client import Connection, ServedController, served
 
-Story = Callable[[Line, Served], Coroutine[Any, Any, None]]
+Story = Callable[[RunningUplink, ServedController], Coroutine[Any, Any, None]]
 
 
 @pytest.fixture
-def controller(tmp_path: Path) -> Iterator[Served]:
+def controller(tmp_path: Path) -> Iterator[ServedController]:
     with served(InProcess(f"sqlite:///{tmp_path / 'c.db'}")) as server:
         yield server
 
 
-def play(story: Story, controller: Served, directory: Path) -> None:
-    bench = Bench(directory)
+def play(story: Story, controller: ServedController, directory: Path) -> None:
+    bench = UplinkBench(directory)
     bench.token_file.write_text(mint(SECRET, TokenRole.AGENT, "n1"))
 
     async def told() -> None:
-        async with bench.line(f"http://{controller.address}") as line:
+        async with bench.running_uplink(f"http://{controller.address}") as line:
             await until(lambda: line.uplink.outcomes["heartbeat", "ok"])
             await story(line, controller)
 
@@ -39,8 +38,8 @@ def play(story: Story, controller: Served, directory: Path) -> None:
 
 
 @pytest.mark.slow
-def test_report_causes_a_pushed_and_acknowledged_directive(controller: Served, tmp_path: Path) -> None:
-    async def story(line: Line, served: Served) -> None:
+def test_report_causes_a_pushed_and_acknowledged_directive(controller: ServedController, tmp_path: Path) -> None:
+    async def story(line: RunningUplink, served: ServedController) -> None:
         line.uplink.report(joined("j", 1.0))
         await until(lambda: any(isinstance(d.body, NewGeneration) for d in line.node.directives))
         await until(lambda: not len(line.spool))
@@ -49,8 +48,8 @@ def test_report_causes_a_pushed_and_acknowledged_directive(controller: Served, t
     play(story, controller, tmp_path)
 
 
-def test_controller_short_of_descriptors_keeps_the_node_live(controller: Served, tmp_path: Path) -> None:
-    async def story(line: Line, served: Served) -> None:
+def test_controller_short_of_descriptors_keeps_the_node_live(controller: ServedController, tmp_path: Path) -> None:
+    async def story(line: RunningUplink, served: ServedController) -> None:
         served.descriptors.scarce_from = served.descriptors.exhausted_from = 0
         line.uplink.beat_now()
         await until(lambda: not served.controller.outbox.has_receiver("n1"))
@@ -66,11 +65,11 @@ def test_controller_short_of_descriptors_keeps_the_node_live(controller: Served,
 
 
 @pytest.mark.slow
-def test_released_agent_reconnects_with_urgent_reports(controller: Served, tmp_path: Path) -> None:
-    async def story(line: Line, served: Served) -> None:
+def test_released_agent_reconnects_with_urgent_reports(controller: ServedController, tmp_path: Path) -> None:
+    async def story(line: RunningUplink, served: ServedController) -> None:
         await until(lambda: line.uplink.outcomes["heartbeat", "ok"])
         served.descriptors.scarce_from = 0
-        with closing(Dialled(served.address)):
+        with closing(Connection(served.address)):
             await until(lambda: not served.controller.outbox.has_receiver("n1"))
         assert served.controller.loop.state.node_runtime["n1"].disconnected_at is None
         line.uplink.report(joined("j", 1.0))

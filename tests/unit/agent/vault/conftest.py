@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.forked import ForkPool
-from tests.support.vaults import Vaults, vaults
+from tests.support.processes.fork_pool import ForkPool
+from tests.support.vaults.vault_process import Vaults, vaults
 
 
 @pytest.fixture

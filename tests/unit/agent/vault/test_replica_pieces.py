@@ -1,34 +1,34 @@
-"""State that ranks hold alike is stored in parts, by each rank other ones: what rots in a slot comes back from those of
-the others, wherever in theirs it lies."""
+"""Replicated state is stored in parts, other parts by each rank.
+
+A corrupt part of a slot is repaired from slots of other ranks, at whichever offset they hold the bytes.
+"""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 
 from everstep.ids import Version
-from everstep.layout.manifests import BLOB_LENGTH_BYTES, Manifest, decode_manifest
+from everstep.layout.manifests import Manifest, decode_manifest
 from everstep.layout.slots import CHUNK_BYTES, slot_bytes_for
 from everstep.vocabulary import FindingKind
-from everstep.wire.v1 import local
-from tests.support.forked import ForkPool
-from tests.support.spilling import fill_slots
-from tests.support.vaults import JOB, RankMemory, Vaults, map_segment, vaults
-from tests.support.waiting import until
+from everstep_trainer.state.tracked_state import TrackedState
+from tests.support.processes.fork_pool import ForkPool
+from tests.support.processes.waiting import until
+from tests.support.vaults.sealed_slots import fill_slots
+from tests.support.vaults.vault_process import RankMemory, Vaults, map_segment, vaults
 
 V = Version(2, 9)
 SCRUB = ("--scrub-interval-s", "0.02")
 NO_SCRUB = ("--scrub-interval-s", "0")
 
 
-class Held(nn.Module):
-    """More than a chunk for each of three ranks, and pieces with padding behind them."""
+class ReplicatedModel(nn.Module):
+    """A model with more than a chunk for each of three ranks, and padding behind its tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,10 +38,10 @@ class Held(nn.Module):
 
 
 class Fleet:
-    """Ranks on nodes n1, n2, ... with a sealed share each of what all hold alike; n1 is scrubbed."""
+    """Ranks on nodes n1, n2, ..., each with a sealed share of the replicated state; the vault of n1 is scrubbed."""
 
     def __init__(self, running: Vaults, folder: Path, nodes: tuple[str, ...]) -> None:
-        state = TrackedState({"model": Held()})
+        state = TrackedState({"model": ReplicatedModel()})
         order = fill_slots(folder, state, V, world=len(nodes), nodes=len(set(nodes)), digests=True)
         self.vaults = running
         by_node = {node: running.start(node, *(SCRUB if node == "n1" else NO_SCRUB)) for node in dict.fromkeys(nodes)}
@@ -65,7 +65,7 @@ class Fleet:
         self.ranks[rank].view.payload(0)[at] ^= 64
 
     def found(self) -> str:
-        """What n1's vault tells next."""
+        """The next finding of n1's vault."""
         finding = self.vaults.supervisors["n1"].finding().finding.finding
         assert (finding.kind, finding.subject) == (FindingKind.SLOT_CORRUPT, "job/rank0/2:9")
         return finding.message
@@ -73,8 +73,8 @@ class Fleet:
     def comes_back(self, *places: int) -> None:
         for place in places:
             self.flip(place)
-        told = self.found()
-        assert "; repaired from " in told, told
+        message = self.found()
+        assert "; repaired from " in message, message
         until(lambda: bytes(self.ranks[0].view.payload(0)) == self.payloads[0], "the slot is as it was sealed")
         self.ranks[0].view.verify(0)
 
@@ -86,7 +86,7 @@ def fleet(program_forks: ForkPool, tmp_path: Path) -> Iterator[Fleet]:
 
 
 def spots(manifest: Manifest) -> list[tuple[int, int]]:
-    """Where each piece begins and ends."""
+    """The offsets at which each piece begins and ends."""
     return [(s.offset, s.offset + s.box.volume * manifest.catalog[s.tensor].itemsize) for s in manifest.stored]
 
 
@@ -102,31 +102,8 @@ def test_every_piece_is_repaired_from_other_replicas(fleet: Fleet) -> None:
     fleet.comes_back(CHUNK_BYTES - 1, CHUNK_BYTES)
 
 
-def test_python_state_is_repaired_from_equal_ranks(fleet: Fleet) -> None:
-    fleet.comes_back(fleet.manifest().blob_offset + BLOB_LENGTH_BYTES + 3)
-
-
-def test_gap_between_pieces_is_repaired(fleet: Fleet) -> None:
-    manifest = fleet.manifest()
-    blob = (manifest.blob_offset, manifest.blob_offset + BLOB_LENGTH_BYTES + manifest.blob_capacity)
-    digests = (manifest.digests_offset, sum(manifest.digests_range))
-    taken = sorted([*spots(manifest), blob, digests])
-    gap = next(end for (_, end), (begin, _) in itertools.pairwise(taken) if end < begin)
-    fleet.comes_back(gap)
-
-
-def test_pieces_are_repaired_from_the_same_node(fleet: Fleet) -> None:
-    for rank in (1, 2):
-        room = fleet.ranks[rank].view.slot_bytes
-        beside = RankMemory(fleet.vaults.all[0].client(), rank, local_rank=rank, slot_bytes=room)
-        beside.fill(0, V, fleet.payloads[rank], fleet.manifests[rank])
-        fleet.vaults.all[rank].kill()
-    fleet.flip(fleet.manifest().stored[0].offset)
-    assert fleet.found().endswith("repaired from n1")
-
-
 def test_unchanged_chunk_is_repaired_from_the_version_before(fleet: Fleet) -> None:
-    """Frozen layers and the like: whatever else of the slot there is, and whoever is away."""
+    """A chunk of frozen layers is the same in both versions, so its repair needs no other node."""
     fleet.fill(0, Version(2, 8), slot=1)
     for vault in fleet.vaults.all[1:]:
         vault.kill()
@@ -146,7 +123,7 @@ def test_piece_corrupt_on_both_nodes_discards_the_slot(fleet: Fleet) -> None:
 
 
 def test_single_node_loses_the_slot_until_the_next_snapshot(program_forks: ForkPool, tmp_path: Path) -> None:
-    """There the ranks store each byte once: only the live state has it again."""
+    """On a single node the ranks store each byte once, so only the live state has it again."""
     with vaults(program_forks) as running:
         fleet = Fleet(running, tmp_path, ("n1", "n1"))
         fleet.flip(fleet.manifest().stored[0].offset)
@@ -154,6 +131,5 @@ def test_single_node_loses_the_slot_until_the_next_snapshot(program_forks: ForkP
         later = Version(2, 10)
         for rank in (0, 1):
             fleet.fill(rank, later, slot=1)
-        answer = running.all[0].client().ask(local.Inventory, job=JOB)
-        assert isinstance(answer, local.InventoryAnswer)
+        answer = running.all[0].client().inventory()
         assert [(slot.rank, slot.version) for slot in answer.slots] == [(0, later), (1, V), (1, later)]

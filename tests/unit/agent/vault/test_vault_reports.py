@@ -1,20 +1,26 @@
-"""What the controller orders of a vault is carried out once, asked for again where it was lost, and answered."""
+"""Orders of the controller to a vault: carried out once, requested again after a loss, and answered."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
+import threading
 from typing import Any, cast
 
-import msgspec
-from everstep_agent.vault.manager import VaultAnswer, VaultManager, VaultOrderRunner
-
+from everstep.clock import ManualClock
 from everstep.errors import StaleGeneration, Unavailable
 from everstep.ids import Version
 from everstep.system_clock import SYSTEM_CLOCK
+from everstep.wire.v1 import local
 from everstep.wire.v1.directives import ProtectVersion, SpillVersion
 from everstep.wire.v1.local import Protect, Protected, RequestFailed, Spill, Spilled
-from everstep.wire.v1.training import AnyReport
+from everstep.wire.v1.training import AnyReport, Holder, PeerConnectionLost
 from everstep.wire.v1.vault_reports import ParityGroup, VersionProtected, VersionSpilled
+from everstep_agent.vault.job_table import JobTable
+from everstep_agent.vault.manager import VaultAnswer, VaultManager, VaultOrderRunner
+from everstep_agent.vault.transfer.peers import PeerLossDetector
+from tests.support.processes.waiting import until
+from tests.support.vaults.vault_process import JOB, SECRET, RankMemory, Vaults, noise
 
 VERSION = Version(1, 100)
 SPILL = SpillVersion(job="job", generation=1, version=VERSION, url="/s/job", writers={"n1": (0,)}, keep_last=2)
@@ -75,32 +81,6 @@ def test_spill_order_is_carried_out_and_reported() -> None:
         assert isinstance(report, VersionSpilled)
         assert (report.url, report.bytes, report.complete, report.removed) == ("/s/job/step-1", 7, True, ("step-0",))
         assert report.remaining == ("step-1",)
-
-    asyncio.run(story())
-
-
-def test_order_in_progress_ignores_repeats_until_answered() -> None:
-    async def story() -> None:
-        node = Node()
-        await node.take(SPILL)
-        await node.take(SPILL)
-        assert len(node.vault.asked) == 1
-        await node.answer(Spilled(request=0, folder="f", bytes=1, complete=False))
-        await node.take(SPILL)
-        assert len(node.vault.asked) == 2
-
-    asyncio.run(story())
-
-
-def test_newer_order_replaces_the_one_in_progress() -> None:
-    async def story() -> None:
-        node = Node()
-        await node.take(SPILL)
-        newer = msgspec.structs.replace(SPILL, generation=2)
-        await node.take(newer)
-        assert node.vault.futures[0].cancelled()
-        await node.answer(Spilled(request=1, folder="f", bytes=1, complete=True))
-        assert len(node.reports) == 1
 
     asyncio.run(story())
 
@@ -167,3 +147,73 @@ def test_order_of_an_unknown_or_forgotten_job_is_dropped() -> None:
         assert node.vault.futures[1].cancelled()
 
     asyncio.run(story())
+
+
+def replicated(fleet: Vaults, step: int = 1) -> RankMemory:
+    """n1 and n2 with a proved connection between them: n1's rank has a copy at n2."""
+    source, _ = fleet.start("n1"), fleet.start("n2")
+    fleet.configure()
+    rank = RankMemory(source.client(), rank=0)
+    rank.fill(0, Version(1, step), noise(4096))
+    answer = rank.sealed(0, Version(1, step), to=["n2"])
+    assert isinstance(answer, local.Replicated), answer
+    assert answer.nodes == ("n2",)
+    return rank
+
+
+def test_copy_target_reports_the_death_of_the_source_at_once(fleet: Vaults) -> None:
+    replicated(fleet)
+    fleet.all[0].kill()
+    lost = fleet.supervisors["n2"].peer_lost()
+    assert (lost.job, lost.peer) == (JOB, "n1")
+    assert "refused" in lost.detail
+    assert lost.trace
+
+
+def test_copy_source_reports_the_death_of_the_target_once(fleet: Vaults) -> None:
+    rank = replicated(fleet)
+    fleet.all[1].kill()
+    for slot in (1, 2):
+        rank.fill(slot, Version(1, slot + 1), noise(4096))
+        rank.sealed(slot, Version(1, slot + 1), to=["n2"])
+    supervisor = fleet.supervisors["n1"]
+    assert supervisor.peer_lost().peer == "n2"
+    assert isinstance(supervisor.ask(local.Statistics), local.StatisticsAnswer)
+    assert not supervisor.peers_lost
+
+
+class Bystander:
+    """A witness of n1 that keeps its reports; n2's vault has the given ``address``."""
+
+    def __init__(self, address: str) -> None:
+        self.told: list[PeerConnectionLost] = []
+        self.clock = ManualClock()
+        self.book = JobTable()
+        holders = (Holder(node="n2", vault=address),)
+        self.book.configure(local.ConfigureJob(request=1, job=JOB, generation=1, secret=SECRET, holders=holders))
+        self.witness = PeerLossDetector("n1", self.book, self.clock, self.told.append)
+
+    def broke(self) -> list[PeerConnectionLost]:
+        """Return the report of a broken connection after all checks."""
+        self.witness.report_broken_connection(JOB, "n2", "it broke")
+        until(lambda: not any(t.name == "witness" for t in threading.enumerate()), "the look is over")
+        return self.told
+
+
+def nowhere() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        return f"127.0.0.1:{closed.getsockname()[1]}"
+
+
+def test_closed_connection_to_a_serving_vault_is_no_loss() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as serving:
+        assert Bystander(f"127.0.0.1:{serving.getsockname()[1]}").broke() == []
+
+
+def test_ended_job_or_ending_vault_reports_no_lost_peer() -> None:
+    bystander = Bystander(nowhere())
+    bystander.book.forget(JOB)
+    assert bystander.broke() == []
+    ending = Bystander(nowhere())
+    ending.witness.close()
+    assert ending.broke() == []

@@ -1,20 +1,22 @@
 from __future__ import annotations
 
 import pytest
+
 from everstep_agent.sensors.gpu import GpuSensor
 from everstep_agent.virtual.virtual_nvml import uninstall
 
 
 @pytest.mark.gpu
-def test_a_real_gpu_is_read_whole() -> None:
+def test_real_gpu_reports_every_field() -> None:
     uninstall()
-    sensor = GpuSensor(slow_every=1, set_activity=lambda what: None)
+    sensor = GpuSensor(slow_every=1, set_activity=lambda activity: None)
     try:
         samples = sensor.poll()
         if not samples:
             pytest.skip(f"no GPU here: {sensor.error}")
         for sample in samples:
             assert not sample.error
+            assert not sample.failures
             assert not sample.lost
             assert sample.temperature_c is not None
             assert sample.power_w is not None

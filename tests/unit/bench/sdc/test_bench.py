@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from bench.processes import RankFailed
 from bench.sdc.cells import Cell, Measure
-from bench.sdc.example import FAULT
 from bench.sdc.models import Config
-from bench.sdc.ranks import RankFailed, Ranks
+from bench.sdc.ranks import Ranks
 from bench.sdc.report import Report
 from bench.sdc.store import Store
 
@@ -30,10 +29,6 @@ def test_bench_records_injections(tmp_path: Path) -> None:
             measure.injection(cell, number)
         Measure(ranks, store, window=17).injection(cell, 2)  # as another call of the bench does
         measure.clean(CONFIG, "standard", 0, steps=10)
-        right, story = (
-            ranks.call(CONFIG, "tell", fault, intervals, 3, 40)[0]
-            for fault, intervals in ((None, {}), (replace(FAULT, rank=2, probability=0.01), {"matmul": 1}))
-        )
         with pytest.raises(RankFailed, match="no_such_method"):
             ranks.call(CONFIG, "no_such_method")
     records = Store(tmp_path).records(cell.name)
@@ -44,7 +39,4 @@ def test_bench_records_injections(tmp_path: Path) -> None:
         assert record["honest_convicted"] == []
     assert any(record["caught_by"] == "matmul" for record in records.values())
     assert Store(tmp_path).records(f"{CONFIG.name}/clean/standard")[0]["alarms"] == 0
-    assert list(story.replaced) == [2]
-    assert len(story.reports) == 2, "a strike goes back, and a second one replaces the node"
-    assert story.digests == right.digests
     assert any(row.name == cell.name for row in Report(store).rows())

@@ -1,4 +1,4 @@
-"""Damaged checkpoints of the bench: every hop's check sees what changed, and only that."""
+"""Damaged checkpoints of the bench: the check of each hop sees its own changes only."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from bench.sdc.checkpoints import Checkpoints, Hop
 @pytest.mark.parametrize("hop", Hop)
 def test_each_hop_is_checked(hop: Hop) -> None:
     records = [Checkpoints("mlp").record(hop, number) for number in range(3)]
-    assert all(one["activations"] for one in records)
-    assert [one["caught"] for one in records] == [one["changed"] for one in records]
-    assert any(one["changed"] for one in records)
+    assert all(record["activations"] for record in records)
+    assert [record["caught"] for record in records] == [record["changed"] for record in records]
+    assert any(record["changed"] for record in records)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from bench.sdc.cells import MODELS as OTHERS
-from bench.sdc.cells import cells_of_model, kind_of, plan
+from bench.sdc.cells import cells_of_model
 from bench.sdc.injection import Fault, Site
 from bench.sdc.models import MODELS, Config, batch_of
 from bench.sdc.sites import SITES
@@ -23,7 +23,7 @@ def test_model_learns_with_all_of_its_parameters(name: str) -> None:
     for _ in range(8):
         loss = model(*batch_of(name, 1, 1, 0))
         loss.backward()
-        assert all(one.grad is not None for one in model.parameters())
+        assert all(parameter.grad is not None for parameter in model.parameters())
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
@@ -50,14 +50,3 @@ def test_model_without_recomputation_refuses_it(name: str) -> None:
     assert Config.parse(f"{name}-ddp-float32").name == f"{name}-ddp-float32"
     with pytest.raises(ValueError, match="leave out -recompute"):
         MODELS[name](True)
-
-
-def test_plan_takes_places_in_turn_and_one_kind() -> None:
-    cells = cells_of_model("lstm", "standard")
-    assert Site.ATTENTION not in {cell.what for cell in cells}
-    planned = plan(cells, ["permanent"], 23, 4)
-    assert len(set(planned)) == 23
-    assert all(kind_of(cell, number, 4) == "permanent" for cell, number in planned)
-    assert {cell for cell, _ in planned} == set(cells)
-    light = plan(cells_of_model("lstm", "light"), ["permanent"], 23, 4)
-    assert [(cell.what, number) for cell, number in light] == [(cell.what, number) for cell, number in planned]

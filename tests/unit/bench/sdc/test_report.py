@@ -1,4 +1,4 @@
-"""Figures from records: shares with their intervals, by link, stratum and preset."""
+"""Figures from records: shares with their intervals, by audit, stratum and preset."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.sdc.cells import MAIN
-from bench.sdc.report import Report, wilson
+from bench.sdc.report import Report
 from bench.sdc.store import Store
 
 
@@ -45,7 +45,7 @@ def store(tmp_path: Path) -> Store:
     store.add(f"{MAIN}/harm/attention", 2, {"final_loss": 1.2})
     for number, loss in enumerate((1.0, 1.1)):
         store.add(f"{MAIN}/seeds/loss", number, {"loss": loss})
-    store.add(f"{MAIN}/clean/standard", 0, {"steps": 2000, "alarms": 1, "rotations": 3, "links": []})
+    store.add(f"{MAIN}/clean/standard", 0, {"steps": 2000, "alarms": 1, "rotations": 3, "audits": []})
     store.add(f"{MAIN}/overhead-standard/all", 0, {"off_s": [1.0, 1.0, 2.0], "on_s": [1.01, 1.02, 2.06]})
     return store
 
@@ -60,17 +60,6 @@ def test_rows_sum_up_the_records(store: Store) -> None:
     assert values["standard, missed: harm after the window"] == 100
     assert values[f"{MAIN}/clean/standard: false alarms"] == 500
     assert values[f"{MAIN}/overhead-standard/all"] == pytest.approx(2)
-
-
-def test_picture_is_drawn(store: Store, tmp_path: Path) -> None:
-    Report(store).draw(tmp_path / "coverage.png")
-    assert (tmp_path / "coverage.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_interval_of_no_miss_in_300_is_about_a_percent() -> None:
-    low, high = wilson(300, 300)
-    assert low == pytest.approx(0.987, abs=0.001)
-    assert high == pytest.approx(1)
 
 
 def test_model_rows_count_the_kinds_asked_for(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Every route and every kind of bearer, from the routes' own table."""
+"""Request every route with every kind of bearer, by the access rules in the table of routes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from everstep_controller.api.auth import TRAINER_GRACE_S
-from everstep_controller.api.routes import PLAIN_ROUTES, ROUTES, Route, RouteAccess
 from starlette.testclient import TestClient
 
 from everstep.bearer_tokens import TokenRole, job_token
@@ -17,12 +15,14 @@ from everstep.clock import ManualClock
 from everstep.vocabulary import JobState
 from everstep.wire.v1 import enrolment as wire
 from everstep.wire.v1 import operator as op
-from tests.support.controllers import OPERATOR, VIEWER, InProcess, Speaker, bearer, joined, post
+from everstep_controller.api.routes import PLAIN_ROUTES, ROUTES, Route
+from everstep_controller.auth.authenticator import TRAINER_GRACE_S, RouteAccess
+from tests.support.fleet.controllers import OPERATOR, VIEWER, AgentClient, InProcess, bearer, joined, post
 
 EVERY_ROUTE = {**ROUTES, **PLAIN_ROUTES}
 ADMITTED = {
     RouteAccess.OPEN: {
-        "nobody",
+        "no token",
         "n1's agent",
         "n2's agent",
         "viewer",
@@ -37,7 +37,7 @@ ADMITTED = {
     RouteAccess.CHANGE: {"operator"},
     RouteAccess.JOIN: {"join"},
 }
-"""Who may ask for a route about node n1 and job j."""
+"""The bearers that may request a route about node n1 and job j."""
 BEARERS = sorted(ADMITTED[RouteAccess.OPEN])
 ENDLESS = {"stream"}
 
@@ -46,21 +46,21 @@ ENDLESS = {"stream"}
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
     database = tmp_path_factory.mktemp("access") / "c.db"
     with TestClient(InProcess(f"sqlite:///{database}")) as client:
-        speaker = Speaker(client, "n1")
-        speaker.register()
-        speaker.report(joined("j", 1.0), joined("k", 1.0))
+        agent = AgentClient(client, "n1")
+        agent.register()
+        agent.report(joined("j", 1.0), joined("k", 1.0))
         yield client
 
 
 @pytest.fixture(scope="module")
 def headers(client: TestClient) -> dict[str, dict[str, str]]:
-    """What each bearer sends."""
+    """The request headers of each bearer."""
     controller = client.app.controller  # type: ignore[attr-defined]
     assert controller is not None
     jobs = controller.loop.state.jobs
     join = post(client, "/v1/credentials", wire.IssueJoin(reason="a test", uses=None), wire.Issued)
     return {
-        "nobody": {},
+        "no token": {},
         "n1's agent": bearer(TokenRole.AGENT, "n1"),
         "n2's agent": bearer(TokenRole.AGENT, "n2"),
         "viewer": VIEWER,
@@ -71,8 +71,8 @@ def headers(client: TestClient) -> dict[str, dict[str, str]]:
     }
 
 
-def asked(route: Route) -> str:
-    """The route about node n1 and job j."""
+def concrete_path(route: Route) -> str:
+    """The path of a route, about node n1 and job j."""
     names = {"node": "n1", "job": "j", "order": "hold", "id": "0" * 16}
     path = re.sub(r"\{(\w+)\}", lambda found: names.get(found[1], "x"), route.path)
     if route.access is RouteAccess.JOB and "{job}" not in route.path:
@@ -81,20 +81,20 @@ def asked(route: Route) -> str:
 
 
 @pytest.mark.promise("roles")
-@pytest.mark.parametrize("who", BEARERS)
+@pytest.mark.parametrize("bearer_name", BEARERS)
 @pytest.mark.parametrize("name", EVERY_ROUTE)
 def test_route_admits_only_roles_in_its_access_rule(
-    client: TestClient, headers: dict[str, dict[str, str]], name: str, who: str
+    client: TestClient, headers: dict[str, dict[str, str]], name: str, bearer_name: str
 ) -> None:
     route = EVERY_ROUTE[name]
-    admitted = who in ADMITTED[route.access]
+    admitted = bearer_name in ADMITTED[route.access]
     if admitted and name in ENDLESS:
         pytest.skip("an event stream does not end by itself")
-    answer = client.request(route.method, asked(route), headers=headers[who])
+    answer = client.request(route.method, concrete_path(route), headers=headers[bearer_name])
     if admitted:
         assert answer.status_code not in (401, 403), answer.text
     else:
-        assert answer.status_code == (401 if who == "nobody" else 403), answer.text
+        assert answer.status_code == (401 if bearer_name == "no token" else 403), answer.text
         assert answer.headers["content-type"] == "application/problem+json"
 
 
@@ -123,8 +123,8 @@ def test_trainer_token_expires_soon_after_its_job(tmp_path: Path) -> None:
     clock = ManualClock(wall=1e9)
     app = InProcess(f"sqlite:///{tmp_path / 'c.db'}", clock=clock)
     with TestClient(app) as client:
-        Speaker(client, "n1").register()
-        Speaker(client, "n1").report(joined("j", 1.0))
+        AgentClient(client, "n1").register()
+        AgentClient(client, "n1").report(joined("j", 1.0))
         assert app.controller is not None
         gate, jobs = app.controller.authenticator, app.controller.loop.state.jobs
         own = {"Authorization": f"Bearer {job_token('j', jobs['j'].secret)}"}
@@ -134,7 +134,7 @@ def test_trainer_token_expires_soon_after_its_job(tmp_path: Path) -> None:
         assert gate.is_valid(identity)
         post(client, "/v1/jobs/j/stop", op.ReasonOnlyRequest(reason="x"), op.ChangeResult)
         clock.advance(TRAINER_GRACE_S - 10.0)
-        assert client.get("/v1/jobs/j/receipt", headers=own).status_code == 200  # the launcher prints it at the end
+        assert client.get("/v1/jobs/j/receipt", headers=own).status_code == 200  # for the launcher to print
         clock.advance(20.0)
         assert client.get("/v1/jobs/j", headers=own).status_code == 401
         assert not gate.is_valid(identity)

@@ -1,23 +1,24 @@
-"""What people read is bounded by identity, takes turns, and keeps no agent waiting."""
+"""Limits on viewers' requests by identity, which take turns and delay no agent."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
-from everstep_controller.api.admission import AdmissionControl
-from everstep_controller.app import Controller
-from everstep_controller.server.connections import READ_PAUSE_KEY, SCOPE_KEY, ConnectionPeer
 
 from everstep.bearer_tokens import Identity, TokenRole
 from everstep.clock import ManualClock
 from everstep.errors import RateLimited
 from everstep.wire.v1.agent import Heartbeat
-from tests.support.controllers import VIEWER, InProcess, bearer, registration
+from everstep_controller.api.admission import AdmissionControl
+from everstep_controller.app.controller import Controller
+from everstep_controller.auth.peers import ConnectionPeer
+from everstep_controller.server.connections import READ_PAUSE_KEY, SCOPE_KEY
+from tests.support.fleet.controllers import VIEWER, InProcess, bearer, registration
 
 VERA, OTTO = Identity(TokenRole.VIEWER, "vera"), Identity(TokenRole.VIEWER, "otto")
 DEADLINE_S = 60.0
@@ -28,9 +29,6 @@ def admission(clock: ManualClock, **given: Any) -> AdmissionControl:
     return AdmissionControl(
         **{"max_requests": 2, "max_bytes": 100, "loop_share": 1.0, "monotonic": clock.monotonic, **given}
     )
-
-
-# --- the limits --------------------------------------------------------------------------------------------------
 
 
 def test_requests_under_way_are_limited_by_identity() -> None:
@@ -73,15 +71,12 @@ def test_single_answer_may_be_larger_than_the_byte_limit() -> None:
     assert limit.buffered_bytes == 1000
 
 
-# --- turns -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.promise("fair-answers")
 def test_admission_alternates_between_identities() -> None:
     ran: list[str] = []
 
-    async def asks(limit: AdmissionControl, who: Identity, name: str) -> None:
-        place = limit.reserve(who)
+    async def asks(limit: AdmissionControl, identity: Identity, name: str) -> None:
+        place = limit.reserve(identity)
         for _ in range(2):
             await place.wait_for_slice()
             ran.append(name)
@@ -122,28 +117,6 @@ def test_admission_runs_one_slice_per_loop_turn() -> None:
     assert max(turns) == 1
 
 
-def test_admission_yields_the_loop_in_proportion_to_slice_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, waits = ManualClock(), list[float]()
-
-    async def scenario() -> None:
-        loop = asyncio.get_running_loop()
-        limit = admission(clock, loop_share=0.25)
-
-        def call_later(seconds: float, call: Callable[[], None]) -> Any:
-            waits.append(seconds)
-            clock.advance(seconds)
-            return loop.call_soon(call)
-
-        monkeypatch.setattr(loop, "call_later", call_later)
-        place = limit.reserve(VERA)
-        for took in (0.25, 0.0, 0.5, 0.0):
-            await place.wait_for_slice()
-            clock.advance(took)
-
-    asyncio.run(scenario())
-    assert waits == [0.75, 1.5]
-
-
 def test_admission_passes_the_turn_of_a_cancelled_request() -> None:
     async def scenario() -> None:
         limit = admission(ManualClock())
@@ -158,14 +131,8 @@ def test_admission_passes_the_turn_of_a_cancelled_request() -> None:
     asyncio.run(scenario())
 
 
-# --- a controller ------------------------------------------------------------------------------------------------
-
-
-Send = Callable[[Any], Awaitable[None]]
-
-
 class Asked:
-    """One request to an ASGI application, and what it was answered. It is held back until ``taken`` is set."""
+    """A request to an ASGI application and its answer, which waits for ``taken``."""
 
     def __init__(self, path: str, headers: dict[str, str], body: bytes = b"", address: str = "") -> None:
         self.taken = asyncio.Event()
@@ -255,14 +222,14 @@ def test_strangers_leave_turns_to_others(tmp_path: Path, path: str) -> None:
         assert (await Asked("/v1/jobs", VIEWER)(controller)).status == 200
         strangers = [Asked(path, {}, address="10.0.0.1") for _ in range(8)]
         others = [Asked("/healthz", {}, address="10.0.0.2"), Asked("/healthz", VIEWER, address="10.0.0.1")]
-        for one in (*strangers, *others):
-            one.taken.set()
-        asking = [asyncio.create_task(one(controller)) for one in (*strangers, *others)]
+        for request in (*strangers, *others):
+            request.taken.set()
+        asking = [asyncio.create_task(request(controller)) for request in (*strangers, *others)]
         await asyncio.wait(asking[-2:])
-        assert [one.status for one in others] == [200, 200]
-        assert sum(bool(one.status) for one in strangers) <= 4
+        assert [request.status for request in others] == [200, 200]
+        assert sum(bool(request.status) for request in strangers) <= 4
         await asyncio.gather(*asking)
-        assert all(one.status for one in strangers)
+        assert all(request.status for request in strangers)
 
     play(tmp_path, scenario, nodes=0)
 

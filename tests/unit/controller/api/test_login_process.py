@@ -12,17 +12,17 @@ import pytest
 
 from everstep.wire.v1 import enrolment as wire
 from everstep.wire.v1 import operator as op
-from tests.support.controllers import OPERATOR, ControllerProcess, controller_process
-from tests.support.forked import ForkPool
-from tests.support.openid_provider import COMMANDS, OpenidProvider, login_settings, new_key, openid_provider
+from tests.support.fleet.controllers import OPERATOR, ControllerProcess, controller_process
+from tests.support.processes.fork_pool import ForkPool
+from tests.support.services.openid_provider import COMMANDS, OpenidProvider, login_settings, new_key, openid_provider
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def provider() -> Iterator[OpenidProvider]:
-    with openid_provider() as one:
-        yield one
+    with openid_provider() as running:
+        yield running
 
 
 @pytest.fixture(scope="module")
@@ -48,9 +48,9 @@ def test_token_of_provider_gives_orders_by_name(process: ControllerProcess, prov
     sent = {"Authorization": f"Bearer {provider.token(COMMANDS)}"}
     wanted = wire.IssueViewer(subject="wall", reason="a display")
     assert process.ask("POST", "/v1/credentials", wanted, sent)[0] == 200
-    audit = json.loads(process.ask("GET", "/v1/audit?newest=true&limit=1", headers=OPERATOR)[1])["events"][0]
-    assert audit["sentence"].startswith(person)
-    assert audit["detail"]["actor"] == person
+    order = json.loads(process.ask("GET", "/v1/orders?newest=true&limit=1", headers=OPERATOR)[1])["events"][0]
+    assert order["sentence"].startswith(person)
+    assert order["detail"]["actor"] == person
 
 
 def test_rotated_key_is_found_by_the_process(process: ControllerProcess, provider: OpenidProvider) -> None:
@@ -81,7 +81,7 @@ def test_refused_tokens_are_answered_as_problems(process: ControllerProcess, pro
 
 
 def test_programs_without_an_issuer_load_no_login_library() -> None:
-    code = "import sys, everstep_controller.serve_command, everstep.cli.main, everstep_controller.main\n"
+    code = "import sys, everstep_controller.app.serve_command, everstep.cli.main, everstep_controller.main\n"
     code += "print([name for name in ('authlib', 'joserfc', 'httpx') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]"

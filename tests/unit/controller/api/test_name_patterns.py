@@ -1,4 +1,4 @@
-"""A name is all of what is said: one with a line's end behind it would look like another's, in every list and log."""
+"""Patterns of names match the whole text, so that a trailing newline cannot imitate another name."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 import msgspec
 import pytest
-from everstep_controller.api.routes import PATH_PARAMETERS, QUERY_PARAMETERS
-from everstep_controller.server.connections import identity_of
 
 from everstep.ids import Address, JobId, NodeId, check_name
 from everstep.wire import export
 from everstep.wire.v1.enrolment import Enrol, PersonName
+from everstep_controller.api.routes import PATH_PARAMETERS, QUERY_PARAMETERS
+from everstep_controller.auth.peers import identity_of
 
 HASH = "ab" * 32
 
@@ -41,12 +41,12 @@ def _patterns(part: Any) -> Iterator[str]:
             else:
                 yield from _patterns(value)
     elif isinstance(part, list):
-        for one in part:
-            yield from _patterns(one)
+        for item in part:
+            yield from _patterns(item)
 
 
 def test_patterns_do_not_match_a_trailing_newline(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "with_portable_patterns", lambda part: part)
+    monkeypatch.setattr(export, "portable_json_schema", lambda part: part)
     kinds = [msgspec.json.schema(kind) for kind in (*PATH_PARAMETERS.values(), *QUERY_PARAMETERS.values())]
     found = set(_patterns([export.module_schema(module) for module in export.MODULES] + kinds))
     assert any(pattern.endswith("\\Z") for pattern in found)

@@ -1,4 +1,4 @@
-"""Whoever looks at a controller does not wait behind a whole fleet that comes back at once."""
+"""Operators' requests are answered before the queue of a fleet that reconnects at once."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from everstep_controller.config import ControllerSettings
-from everstep_controller.server.listener import BACKLOG, ControllerServer, listen, server_config
 from starlette.types import Receive, Scope, Send
 
 from everstep.bearer_tokens import TokenRole
-from tests.support.controllers import VIEWER, bearer, controller_process
-from tests.support.forked import ForkPool
-from tests.support.sessions import upgrade
+from everstep_controller.config import ControllerSettings
+from everstep_controller.server.listener import BACKLOG, ControllerServer, listen, server_config
+from tests.support.fleet.controllers import VIEWER, bearer, controller_process
+from tests.support.fleet.session_client import upgrade
+from tests.support.processes.fork_pool import ForkPool
 
 AGENTS = 500
 SO_TIMESTAMPNS = 35
-"""Linux: with what is read comes when it arrived. The order of answers is the kernel's, however late we look."""
+"""Linux attaches the arrival time to received data, so the measured order does not depend on when the test reads it."""
 PATHS = ("/healthz", "/v1/nodes?limit=50")
 
 
-def asked(address: str, words: bytes) -> socket.socket:
-    """A connection over which these words were sent."""
+def open_request(address: str, words: bytes) -> socket.socket:
+    """Open a connection and send `words` over it."""
     host, _, port = address.rpartition(":")
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, SO_TIMESTAMPNS, 1)
@@ -37,8 +37,8 @@ def asked(address: str, words: bytes) -> socket.socket:
     return connection
 
 
-def answered_at(connection: socket.socket, status: bytes) -> float:
-    """When the answer came, wall seconds."""
+def answer_time(connection: socket.socket, status: bytes) -> float:
+    """The arrival time of the answer, in seconds of the wall clock."""
     answer, notes, _, _ = connection.recvmsg(1 << 16, 64)
     assert answer.startswith(b"HTTP/1.1 " + status), answer
     ((_, _, note),) = notes
@@ -51,33 +51,33 @@ def test_operator_requests_overtake_a_returning_fleet(program_forks: ForkPool, t
     with controller_process(tmp_path, program_forks, arguments=second) as controller, ExitStack() as stack:
         assert controller.process is not None
         own = json.loads(controller.ready_file.read_text())["operators_address"]
-        controller.process.send_signal(signal.SIGSTOP)  # everybody is in line when it wakes
+        controller.process.send_signal(signal.SIGSTOP)  # every request is queued when the process continues
         agents = [
-            stack.enter_context(asked(controller.listen, upgrade(f"n{i}", bearer(TokenRole.AGENT, f"n{i}"))))
+            stack.enter_context(open_request(controller.listen, upgrade(f"n{i}", bearer(TokenRole.AGENT, f"n{i}"))))
             for i in range(AGENTS)
         ]
         token = VIEWER["Authorization"]
         requests = [f"GET {path} HTTP/1.1\r\nhost: x\r\nauthorization: {token}\r\n\r\n".encode() for path in PATHS]
-        visitors = [stack.enter_context(asked(own, words)) for words in requests]
+        visitors = [stack.enter_context(open_request(own, words)) for words in requests]
         controller.process.send_signal(signal.SIGCONT)
-        waited = [answered_at(visitor, b"200") for visitor in visitors]
-        came = [answered_at(agent, b"101") for agent in agents]
+        waited = [answer_time(visitor, b"200") for visitor in visitors]
+        came = [answer_time(agent, b"101") for agent in agents]
         later = [sum(at > mine for at in came) for mine in waited]
-    assert min(later) > AGENTS / 5, "in line, they would come last"
+    assert min(later) > AGENTS / 5, "operators' requests waited in the agents' queue"
 
 
 def backlog_of(listener: socket.socket) -> int:
-    """How many connections may wait to be accepted (``tcpi_sacked`` of a listener; linux/tcp.h)."""
-    told = struct.unpack("8B6I", listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32))
-    return int(told[-1])
+    """The number of connections that may wait to be accepted (`tcpi_sacked` of a listener; linux/tcp.h)."""
+    fields = struct.unpack("8B6I", listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 32))
+    return int(fields[-1])
 
 
 def test_server_keeps_the_full_listen_backlog() -> None:
-    async def nobody(scope: Scope, receive: Receive, send: Send) -> None:
-        raise AssertionError("nobody asks")
+    async def unused(scope: Scope, receive: Receive, send: Send) -> None:
+        raise AssertionError("no request is expected")
 
     async def served() -> list[int]:
-        member: Any = nobody
+        member: Any = unused
         member.leading = lambda: None
         listeners = [listen(("127.0.0.1", 0)) for _ in range(2)]
         server = ControllerServer(server_config(ControllerSettings(secret_file="unused"), member), lambda: None)

@@ -1,5 +1,4 @@
-"""Sockets that ask a controller process for the event stream and never read: what they cost is bounded, and they are
-cut off; what they had not taken is got later."""
+"""Clients that request the event stream and never read: bounded memory, a cut connection, and no lost event."""
 
 from __future__ import annotations
 
@@ -12,15 +11,15 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 import pytest
-from everstep_controller.api.stream import FRAME_BYTES, MAX_STREAMS_PER_IDENTITY
-from everstep_controller.store.database import open_database
-from everstep_controller.store.rows import AuditRow, Batch
-from everstep_controller.store.writer import DatabaseWriter
 
 from everstep.system_clock import SystemClock
-from tests.support.controllers import OPERATOR, VIEWER, ControllerProcess, controller_process
-from tests.support.forked import ForkPool
-from tests.support.waiting import until
+from everstep_controller.api.stream import FRAME_BYTES, MAX_STREAMS_PER_IDENTITY
+from everstep_controller.store.database import open_database
+from everstep_controller.store.rows import Batch, EventLogRow
+from everstep_controller.store.writer import DatabaseWriter
+from tests.support.fleet.controllers import OPERATOR, VIEWER, ControllerProcess, controller_process
+from tests.support.processes.fork_pool import ForkPool
+from tests.support.processes.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -38,8 +37,8 @@ def process(program_forks: ForkPool, tmp_path: Path) -> Iterator[ControllerProce
     writer = DatabaseWriter(engine)
     writer.take_over()
     now = SystemClock().wall()  # a start far after the newest time in the database is refused
-    past = [AuditRow(id=1 + i, at=now, kind="past", sentence=LONG) for i in range(EVENTS)]
-    writer.commit([Batch(number=1, audit=past)])
+    past = [EventLogRow(id=1 + i, at=now, kind="past", sentence=LONG) for i in range(EVENTS)]
+    writer.commit([Batch(number=1, event_log=past)])
     writer.close()
     engine.dispose()
     with controller_process(tmp_path, program_forks, database=database) as process:
@@ -57,9 +56,9 @@ def connections(process: ControllerProcess) -> int:
     """Descriptors of the process that are sockets."""
     assert process.process is not None
     count = 0
-    for one in Path(f"/proc/{process.process.pid}/fd").iterdir():
+    for descriptor in Path(f"/proc/{process.process.pid}/fd").iterdir():
         with suppress(FileNotFoundError):  # closed since it was listed
-            count += str(one.readlink()).startswith("socket:")
+            count += str(descriptor.readlink()).startswith("socket:")
     return count
 
 
@@ -87,7 +86,7 @@ def what_came(stuck: socket.socket) -> bytes:
 
 def ids(text: bytes) -> list[int]:
     """Of the events that are there whole."""
-    return [int(number) for number in re.findall(rb"id: (\d+)\nevent: audit\ndata: [^\n]*\n\n", text)]
+    return [int(number) for number in re.findall(rb"id: (\d+)\nevent: entry\ndata: [^\n]*\n\n", text)]
 
 
 @pytest.mark.promise("slow-readers")
@@ -118,8 +117,8 @@ def test_stalled_stream_readers_are_bounded_and_cut_off(process: ControllerProce
         assert (measured(process, "event_streams"), measured(process, "event_streams_buffered_bytes")) == (0, 0)
         seen = ids(what_came(stuck[0]))
     finally:
-        for one in stuck:
-            one.close()
+        for reader in stuck:
+            reader.close()
     assert seen == list(range(1, len(seen) + 1))
     assert 0 < len(seen) < EVENTS
     assert resumed(process, seen[-1]) == list(range(seen[-1] + 1, EVENTS + 1))

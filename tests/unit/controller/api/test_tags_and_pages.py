@@ -1,4 +1,4 @@
-"""Every list comes in pages, and every order heeds If-Match: from the routes' own table, and one by one."""
+"""Pages of every list and If-Match of every order, by the table of routes and one by one."""
 
 from __future__ import annotations
 
@@ -10,28 +10,27 @@ from urllib.parse import quote
 
 import msgspec
 import pytest
-from everstep_controller.api.routes import ROUTES
-from everstep_controller.core.policy import CorePolicy
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from everstep.clock import ManualClock
-from everstep.ids import Version
 from everstep.vocabulary import FindingKind, NodeState
 from everstep.wire.v1 import enrolment as wire
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1 import operator_history
 from everstep.wire.v1.agent import Domain
-from everstep.wire.v1.training import FindingRaised, ProbeFinished, RankProgress
-from tests.support.controllers import OPERATOR, InProcess, Refused, Speaker, get, joined, post
-from tests.support.eventful import WORN_OUT
-from tests.support.examples import examples
-from tests.support.spoken import FELL_OFF, fleet, resume, running_job
+from everstep.wire.v1.training import FindingRaised, ProbeFinished
+from everstep_controller.api.routes import ROUTES
+from everstep_controller.core.policy import CorePolicy
+from tests.support.fleet.controllers import OPERATOR, AgentClient, InProcess, Refused, get, post
+from tests.support.fleet.fleet_with_faults import WORN_OUT
+from tests.support.fleet.in_process_fleet import FELL_OFF, fleet, running_job
+from tests.support.plugins.example_counts import examples
 
-ONE_EVICTION = msgspec.structs.replace(CorePolicy.lab_preset(), eviction_count=1, eviction_share=0.1)
+ONE_EVICTION = CorePolicy.lab_preset().with_values(budget={"count": 1, "share": 0.1})
 BECAUSE = op.ReasonOnlyRequest(reason="a smell of smoke")
-BY_NUMBER = {"events", "audit"}
+BY_NUMBER = {"events", "orders"}
 """Lists that are resumed by the number of an event, as their stream is."""
 
 
@@ -69,9 +68,6 @@ def probe(client: TestClient, *nodes: str) -> str:
     return str(post(client, "/v1/probes", body, op.ProbeStatus).probe)
 
 
-# --- the table ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", [name for name, route in ROUTES.items() if route.response.__name__.endswith("List")])
 def test_list_routes_are_paged(name: str) -> None:
     if name in BY_NUMBER:
@@ -91,8 +87,8 @@ def test_order_routes_declare_tag_or_repeatability(name: str) -> None:
 
 def out_of_budget(client: TestClient) -> None:
     """Two nodes fall ill, each of its own illness; the second is held, and the breaker latches."""
-    for speaker, finding in zip(fleet(client, "n3", "n4"), (FELL_OFF, WORN_OUT), strict=True):
-        speaker.report(FindingRaised(finding=finding))
+    for agent, finding in zip(fleet(client, "n3", "n4"), (FELL_OFF, WORN_OUT), strict=True):
+        agent.report(FindingRaised(finding=finding))
     assert get(client, "/v1/budget", operator_history.BudgetStatus).breaker
 
 
@@ -107,10 +103,10 @@ def change(name: str, credential: str, until: float) -> tuple[str, Any]:
         "maintenance": ("/v1/maintenance", operator_history.MaintenanceRequest(until=until, reason="x", node="n1")),
         "cancel_maintenance": ("/v1/maintenance/cancel", operator_history.CancelMaintenance(reason="x", node="n1")),
         "order": ("/v1/nodes/n1/hold", BECAUSE),
-        "check_policy": ("/v1/policy/check", operator_history.PolicyChange(knobs={"eviction_count": 2})),
+        "check_policy": ("/v1/policy/check", operator_history.PolicyChange(knobs={"budget.count": 2})),
         "try_policy": (
             "/v1/policy/try",
-            operator_history.PolicyTrialRequest(change=operator_history.PolicyChange(knobs={"eviction_count": 2})),
+            operator_history.PolicyTrialRequest(change=operator_history.PolicyChange(knobs={"budget.count": 2})),
         ),
         "issue_credential": ("/v1/credentials", wire.IssueViewer(subject="v", reason="x")),
         "revoke_credential": (f"/v1/credentials/{credential}/revoke", BECAUSE),
@@ -155,21 +151,6 @@ def test_tagged_route_answers_304_for_known_tag(client: TestClient, name: str) -
         assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", tag(client, path))
 
 
-def test_known_node_is_answered_without_the_database(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    running_job(client, "n1", "n2")
-    known = tag(client, "/v1/nodes/n1")
-    monkeypatch.setattr("everstep_controller.store.reader.newest_verdicts", lambda *_: 1 / 0)
-    assert client.get("/v1/nodes/n1", headers=OPERATOR | {"If-None-Match": known}).status_code == 304
-
-
-def test_policy_tag_follows_origins_of_values(client: TestClient, tmp_path: Path) -> None:
-    origins = {"eviction_count": "environment, EVERSTEP_CONTROLLER_POLICY_EVICTION_COUNT"}
-    app = InProcess(f"sqlite:///{tmp_path / 'd.db'}", clock=ManualClock(), policy=ONE_EVICTION, policy_origins=origins)
-    with TestClient(app) as restarted:
-        assert get(restarted, "/v1/policy", operator_history.PolicyDocument).origins == origins
-        assert tag(restarted, "/v1/policy") != tag(client, "/v1/policy")
-
-
 NUMBERS = st.one_of(
     st.integers(), st.floats().map(repr), st.sampled_from(["nan", "-inf", "1_0", str(2**63), str(-(2**63) - 1), "９"])
 )
@@ -194,12 +175,9 @@ def test_unknown_cursor_is_refused_or_answered(any_client: TestClient, parts: li
             assert answer.status_code in (200, 422), (route.path, cursor, answer.text)
 
 
-# --- one by one --------------------------------------------------------------------------------------------------
-
-
 def test_rack_maintenance_with_outdated_tag_is_refused(client: TestClient) -> None:
     for name, rack in (("n1", "r1"), ("n2", "r1"), ("n3", "r2")):
-        Speaker(client, name).register(domain=Domain(rack=rack))
+        AgentClient(client, name).register(domain=Domain(rack=rack))
     window = operator_history.MaintenanceRequest(
         until=get(client, "/v1/status", op.FleetStatus).now + 3600, reason="x", rack="r1"
     )
@@ -215,10 +193,10 @@ def test_rack_maintenance_with_outdated_tag_is_refused(client: TestClient) -> No
 def test_node_list_tag_changes_on_hold_deferral_and_cordon(tmp_path: Path) -> None:
     app = InProcess(f"sqlite:///{tmp_path / 'c.db'}", clock=ManualClock(), policy=ONE_EVICTION)
     with TestClient(app) as client:
-        speakers = fleet(client, *(f"n{number}" for number in range(1, 5)))
-        for speaker, finding in zip(speakers, (FELL_OFF, WORN_OUT), strict=False):
-            speaker.report(FindingRaised(finding=finding))
-        nodes = {one.node: one for one in get(client, "/v1/nodes", op.NodeList).nodes}
+        agents = fleet(client, *(f"n{number}" for number in range(1, 5)))
+        for agent, finding in zip(agents, (FELL_OFF, WORN_OUT), strict=False):
+            agent.report(FindingRaised(finding=finding))
+        nodes = {node.node: node for node in get(client, "/v1/nodes", op.NodeList).nodes}
         assert nodes["n1"].state is NodeState.QUARANTINED
         seen_tags = [tag(client, "/v1/nodes")]
         post(client, "/v1/nodes/n1/hold", BECAUSE, op.ChangeResult)
@@ -232,48 +210,22 @@ def test_node_list_tag_changes_on_hold_deferral_and_cordon(tmp_path: Path) -> No
     assert len(set(seen_tags)) == 4
 
 
-def test_job_tag_follows_commits_but_orders_ignore_progress(
-    tmp_path: Path,
-) -> None:
-    app = InProcess(f"sqlite:///{tmp_path / 'c.db'}", clock=ManualClock())
-    with TestClient(app) as client:
-        speakers = fleet(client, "n1", "n2")
-        for speaker in speakers:
-            speaker.report(joined("j", 1.0, nodes=2))
-
-        def sent_again(etag: str) -> int:
-            return client.get("/v1/jobs/j", headers=OPERATOR | {"If-None-Match": etag}).status_code
-
-        etag = tag(client, "/v1/jobs/j")
-        assert sent_again(etag) == 304
-        resume(speakers[:1], 1)
-        assert sent_again(etag) == 200
-        resume(speakers, 1)
-        etag = tag(client, "/v1/jobs/j")
-        speakers[0].beat(ranks=(RankProgress(job="j", generation=1, rank=0, step=7, step_s=0.1),))
-        assert sent_again(etag) == 304, "a heartbeat changes nothing"
-        assert app.controller is not None
-        app.controller.loop.state.job_runtime["j"].commits.committed_version = Version(1, 5)
-        assert sent_again(etag) == 200
-        post(client, "/v1/jobs/j/stop", BECAUSE, op.ChangeResult, seen(etag))
-
-
 def test_probes_are_paged_newest_first_and_by_node(client: TestClient) -> None:
     fleet(client, "n1", "n2", "n3", "n4")
     names = []
     for nodes in (("n1", "n2"), ("n3", "n4"), ("n1", "n3"), ("n2", "n4"), ("n1", "n4")):
         names.append(probe(client, *nodes))
         for node in nodes:
-            Speaker(client, node).report(ProbeFinished(probe=names[-1], ok=True), first=len(names) + 1)
+            AgentClient(client, node).report(ProbeFinished(probe=names[-1], ok=True), first=len(names) + 1)
     first = get(client, "/v1/probes?limit=2", op.ProbeList)
     second = get(client, f"/v1/probes?limit=2&cursor={first.next}", op.ProbeList)
     newest = probe(client, "n1", "n2")
     third = get(client, f"/v1/probes?limit=2&cursor={second.next}", op.ProbeList)
-    shown = [one.probe for page in (first, second, third) for one in page.probes]
+    shown = [probe.probe for page in (first, second, third) for probe in page.probes]
     assert (shown, third.next) == (names[::-1], "")
     mine = get(client, "/v1/probes?node=n1&limit=3", op.ProbeList)
-    assert [one.probe for one in mine.probes] == [newest, names[4], names[2]]
-    assert [one.probe for one in get(client, f"/v1/probes?node=n1&cursor={mine.next}", op.ProbeList).probes] == [
+    assert [probe.probe for probe in mine.probes] == [newest, names[4], names[2]]
+    assert [probe.probe for probe in get(client, f"/v1/probes?node=n1&cursor={mine.next}", op.ProbeList).probes] == [
         names[0]
     ]
     with pytest.raises(Refused, match="not a cursor"):
@@ -281,21 +233,21 @@ def test_probes_are_paged_newest_first_and_by_node(client: TestClient) -> None:
 
 
 def test_probe_ignores_result_of_uninvolved_node(client: TestClient) -> None:
-    speakers = fleet(client, "n1", "n2", "n3")
+    agents = fleet(client, "n1", "n2", "n3")
     name = probe(client, "n1", "n2")
-    speakers[2].report(ProbeFinished(probe=name, ok=False, detail="the link of n1 is bad", rows=((1, 9.0, 1.0),)))
+    agents[2].report(ProbeFinished(probe=name, ok=False, detail="the link of n1 is bad", rows=((1, 9.0, 1.0),)))
     status = get(client, f"/v1/probes/{name}", op.ProbeStatus)
     assert (status.ok, status.answers, status.rows) == (None, {}, ())
 
 
 @pytest.mark.promise("eviction-evidence")
 def test_node_shows_controller_findings_beside_agent_findings(tmp_path: Path) -> None:
-    policy = msgspec.structs.replace(CorePolicy.lab_preset(), slow_link_bytes_per_s=1e9)
+    policy = CorePolicy.lab_preset().with_values(probes={"slow_link_bytes_per_s": 1e9})
     app = InProcess(f"sqlite:///{tmp_path / 'c.db'}", clock=ManualClock(), policy=policy)
     with TestClient(app) as client:
         fleet(client, "n1", "n2")[0].report(FindingRaised(finding=FELL_OFF))
         etag, name = tag(client, "/v1/nodes"), probe(client, "n1", "n2")
-        Speaker(client, "n2").report(ProbeFinished(probe=name, ok=True, rows=((1 << 20, 1e-4, 1e6),)), first=2)
+        AgentClient(client, "n2").report(ProbeFinished(probe=name, ok=True, rows=((1 << 20, 1e-4, 1e6),)), first=2)
         assert tag(client, "/v1/nodes") != etag
         known = {node: get(client, f"/v1/nodes/{node}", op.NodeDetail) for node in ("n1", "n2")}
     assert [finding.kind for finding in known["n1"].findings] == [FindingKind.GPU_XID]
@@ -308,13 +260,13 @@ def test_credentials_are_paged_oldest_first(client: TestClient) -> None:
     join = post(client, "/v1/credentials", wire.IssueJoin(reason="x"), wire.Issued).credential.id
     ids: list[str] = []
     page = get(client, "/v1/credentials?limit=3", wire.CredentialList, OPERATOR)
-    ids += [one.id for one in page.credentials]
+    ids += [credential.id for credential in page.credentials]
     while page.next:
         page = get(client, f"/v1/credentials?limit=3&cursor={page.next}", wire.CredentialList, OPERATOR)
-        ids += [one.id for one in page.credentials]
+        ids += [credential.id for credential in page.credentials]
     assert (len(ids), set(ids)) == (8, made | {join})
     joins = get(client, "/v1/credentials?role=join&limit=1", wire.CredentialList, OPERATOR)
-    assert ([one.id for one in joins.credentials], joins.next) == ([join], "")
+    assert ([credential.id for credential in joins.credentials], joins.next) == ([join], "")
     (third,) = get(client, "/v1/credentials?subject=v3", wire.CredentialList, OPERATOR).credentials
     assert third.subject == "v3"
     for wrong in ("cursor=nonsense", "cursor=x~y", "role=king"):
@@ -322,26 +274,8 @@ def test_credentials_are_paged_oldest_first(client: TestClient) -> None:
             get(client, f"/v1/credentials?{wrong}", wire.CredentialList, OPERATOR)
 
 
-def test_credential_pages_and_tags_survive_restart(tmp_path: Path) -> None:
-    clock = ManualClock()
-
-    def life() -> TestClient:
-        return TestClient(InProcess(f"sqlite:///{tmp_path / 'c.db'}", clock=clock))
-
-    with life() as client:
-        for i in range(5):
-            one = issue(client, f"v{i}")
-        post(client, f"/v1/credentials/{one.id}/revoke", BECAUSE, op.ChangeResult)
-        page = get(client, "/v1/credentials?limit=2", wire.CredentialList, OPERATOR)
-        rest = get(client, f"/v1/credentials?cursor={page.next}", wire.CredentialList, OPERATOR)
-        etags = tag(client, "/v1/credentials"), tag(client, f"/v1/credentials/{one.id}")
-    with life() as client:
-        assert get(client, f"/v1/credentials?cursor={page.next}", wire.CredentialList, OPERATOR) == rest
-        assert (tag(client, "/v1/credentials"), tag(client, f"/v1/credentials/{one.id}")) == etags
-
-
 def test_expired_credentials_leave_pages_and_tags(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everstep_controller.api.credentials.FIRST_SWEEP", 1)
+    monkeypatch.setattr("everstep_controller.auth.credentials.FIRST_SWEEP", 1)
     clock = ManualClock()
 
     def life() -> TestClient:

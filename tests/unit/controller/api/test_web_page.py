@@ -1,19 +1,17 @@
-"""The page's static files: fixed names, entity tags, compression and headers; and what it needs of the REST API."""
+"""The web page's static files: fixed names, entity tags, compression, headers, and their use of the REST API."""
 
 from __future__ import annotations
 
 import gzip
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from everstep_controller.api import web_page
-from everstep_controller.server import responses
 from starlette.testclient import TestClient
 
 from everstep.wire.v1 import operator as op
-from tests.support.controllers import OPERATOR, VIEWER, InProcess, get
+from everstep_controller.api import web_page
+from tests.support.fleet.controllers import OPERATOR, VIEWER, InProcess, get
 
 MOST_BYTES = 300_000
 SHIPPED = sorted(str(path.relative_to(web_page.FOLDER)) for path in web_page.FOLDER.rglob("*") if path.is_file())
@@ -27,7 +25,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TestClient]:
         yield client
 
 
-def test_list_of_files_is_what_is_shipped() -> None:
+def test_list_of_files_matches_the_package() -> None:
     assert sorted(web_page.FILES) == SERVED
 
 
@@ -63,28 +61,12 @@ def test_file_is_served_with_type_and_compression(client: TestClient, name: str)
         assert gzip.decompress(b"".join(packed.iter_raw())) == plain.content
 
 
-def test_openapi_document_is_encoded_once(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = client.get("/openapi.json", headers={"accept-encoding": "identity"})
-    assert first.content == responses.encode(web_page.openapi_document())
-    monkeypatch.setattr(responses, "encode", None)
-    again = client.get("/openapi.json")
-    assert (again.content, again.headers["content-type"]) == (first.content, "application/json")
-    known = client.get("/openapi.json", headers={"if-none-match": first.headers["etag"]})
-    assert (known.status_code, known.content) == (304, b"")
-
-
 def test_file_with_known_tag_is_not_sent_again(client: TestClient) -> None:
     tag = client.get("/web/app.js").headers["etag"]
     for known in (tag, f'"other", W/{tag}'):
         answer = client.get("/web/app.js", headers={"if-none-match": known})
         assert (answer.status_code, answer.content, answer.headers["etag"]) == (304, b"", tag)
     assert client.get("/web/app.js", headers={"if-none-match": '"other"'}).status_code == 200
-
-
-def test_head_names_the_length(client: TestClient) -> None:
-    answer = client.head("/web/style.css", headers={"accept-encoding": "identity"})
-    assert answer.status_code == 200
-    assert int(answer.headers["content-length"]) == (web_page.FOLDER / "style.css").stat().st_size
 
 
 @pytest.mark.parametrize(
@@ -130,9 +112,3 @@ def test_identity_tells_role_and_name(client: TestClient) -> None:
     assert get(client, "/v1/identity", op.CallerIdentity, OPERATOR).role == "operator"
     assert client.get("/v1/identity").status_code == 401
     assert client.get("/v1/nodes", headers=VIEWER).status_code == 200
-
-
-def test_stylesheet_loads_nothing() -> None:
-    text = Path(web_page.FOLDER, "style.css").read_text()
-    assert "url(" not in text
-    assert "@import" not in text

@@ -9,7 +9,7 @@ import everstep_controller.core
 ALONE = """
 import importlib, sys
 for name in sys.argv[1:]:
-    for loaded in [one for one in sys.modules if one.startswith("everstep_controller")]:
+    for loaded in [module for module in sys.modules if module.startswith("everstep_controller")]:
         del sys.modules[loaded]
     importlib.import_module(name)
 """

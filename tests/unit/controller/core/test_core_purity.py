@@ -10,8 +10,9 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
-import everstep_controller.core
 import pytest
+
+import everstep_controller.core
 
 CORE = Path(everstep_controller.core.__file__).parent
 PURE = {
@@ -48,11 +49,11 @@ def called(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             handed = [node.func, *node.args, *(keyword.value for keyword in node.keywords)]
-            yield from (one.id for one in handed if isinstance(one, ast.Name))
+            yield from (argument.id for argument in handed if isinstance(argument, ast.Name))
 
 
 def impurities(source: str) -> list[str]:
-    """What of a module's text could make two runs differ, or reach outside."""
+    """Return names in a module's source that could make two runs differ, or do I/O."""
     tree = ast.parse(source)
     modules = [
         name

@@ -1,15 +1,26 @@
-"""What simulated worlds have found: take-overs in the middle of things, and nodes that come back while they compute."""
+"""Cases found by simulated clusters: takeovers at awkward moments, and nodes that return while they train."""
 
 from __future__ import annotations
 
-from everstep_controller.core.effects import Effect, PutVersion
-from everstep_controller.core.events import DatabaseAvailabilityChanged, SchedulerStateChanged
+from typing import Any
 
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+
+from everstep.errors import EverstepError
 from everstep.ids import Version
-from everstep.vocabulary import JobState, NodeState
+from everstep.vocabulary import JobState, Severity
 from everstep.wire.v1.directives import NewGeneration, StopJob
-from tests.support.core_fleet import CoreFleet, audits, sent
-from tests.support.findings import xid
+from everstep.wire.v1.training import FindingCleared, FindingRaised, RankLost
+from everstep_controller.core.effects import Effect, PutFleet, PutJob, PutNode, PutVersion
+from everstep_controller.core.engine import can_defer_findings, can_defer_reports
+from everstep_controller.core.events import ControllerStarted, DatabaseAvailabilityChanged, Event
+from everstep_controller.core.jobs.generations import NUMBERS_PER_EPOCH
+from tests.support.fleet.core_fleet import CoreFleet, sent
+from tests.support.fleet.findings import xid
+from tests.support.plugins.example_counts import examples
+from tests.unit.controller.core.test_core_random import NODES, Act, histories, quick_policy
 
 
 def test_takeover_sees_a_generation_step_without_acks() -> None:
@@ -33,76 +44,11 @@ def test_takeover_commits_no_unannounced_version_after_a_commit() -> None:
     fleet.progress(7)
     assert _committed(fleet.seal(7)) == [Version(2, 7)]
     fleet.restart()
-    assert _committed(fleet.seal(8)) == [], "ranks may have been told of another one"
-
-
-def test_takeover_commits_no_unannounced_version_after_stepping() -> None:
-    fleet = CoreFleet()
-    fleet.start(3)
-    fleet.lose_rank(0)
-    fleet.resume(step=6)
-    assert _committed(fleet.seal(7, commit_candidate=False)) == []
-    fleet.restart()
-    assert _committed(fleet.seal(8)) == []
-
-
-def test_takeover_commits_first_version_of_new_generation() -> None:
-    fleet = CoreFleet()
-    fleet.start(3)
-    fleet.lose_rank(0)
-    fleet.restart()
-    assert _committed(fleet.seal(7)) == [Version(2, 7)]
+    assert _committed(fleet.seal(8)) == [], "the previous controller may have announced another version to the ranks"
 
 
 def _committed(effects: list[Effect]) -> list[Version]:
     return [effect.doc.version for effect in effects if isinstance(effect, PutVersion)]
-
-
-def test_takeover_ignores_steps_from_entry_and_rollback() -> None:
-    fleet = CoreFleet()
-    fleet.start(3)
-    fleet.lose_rank(0)
-    fleet.restart()
-    for steps in ((0, 62, 64), (62, 62, 62), (63, 63, 63)):
-        for rank, step in enumerate(steps):
-            fleet.progress_of(rank, step)
-            fleet.advance(1.5, "n1", "n2", "n3")
-            assert fleet.job().progress.resumed_at is None
-
-
-def test_own_generation_resumes_only_by_acknowledgements() -> None:
-    fleet = CoreFleet()
-    fleet.start(3)
-    fleet.lose_rank(0)
-    for step in (7, 8, 9):
-        fleet.progress(step)
-        fleet.advance(1.5, "n1", "n2", "n3")
-    assert fleet.job().progress.resumed_at is None
-
-
-def test_released_node_with_new_finding_leaves_its_job() -> None:
-    fleet = CoreFleet()
-    fleet.start(3)
-    fleet.feed(SchedulerStateChanged(node="n2", cordoned_by="somebody", reason="a disk"))
-    fleet.feed(SchedulerStateChanged(node="n2"))
-    assert fleet.node_state("n2") is NodeState.PROBATION
-    assert "n2" in fleet.seats()
-    fleet.raise_finding("n2", xid())
-    assert fleet.node_state("n2") is NodeState.QUARANTINED
-    assert fleet.seats() == ["n1", "n3"]
-
-
-def test_expired_quarantine_ends_when_node_returns() -> None:
-    fleet = CoreFleet()
-    fleet.start(3)
-    fleet.raise_finding("n2", xid())
-    fleet.clear_finding("n2", xid().key)
-    fleet.disconnect("n2")
-    fleet.advance(60.0, "n1", "n3")
-    assert fleet.node_state("n2") is NodeState.QUARANTINED
-    fleet.hear("n2")
-    fleet.advance(0.5, "n1", "n2", "n3")
-    assert fleet.node_state("n2") is NodeState.PROBATION
 
 
 def test_unwritten_boundary_is_withheld_during_outage() -> None:
@@ -121,48 +67,8 @@ def test_unwritten_boundary_is_withheld_during_outage() -> None:
     assert sent(fleet.effects[before:], NewGeneration)["n1"].spec.number == 2
 
 
-def test_restarted_controller_ignores_earlier_silence() -> None:
-    fleet = CoreFleet()
-    fleet.start(4)
-    fleet.stop_controller(3600.0)
-    fleet.restart()
-    effects = fleet.advance(0.9)
-    assert {fleet.node_state(node) for node in fleet.state.nodes} == {NodeState.HEALTHY}
-    assert audits(effects, "node.suspect") == audits(effects, "node.lost") == []
-
-
-def test_rerun_job_ignores_commits_of_previous_run() -> None:
-    fleet = CoreFleet()
-    fleet.start(2)
-    fleet.seal(4)
-    fleet.finish()
-    fleet.now += 1.0
-    fleet.launchers["job", "n1"] = fleet.launchers["job", "n2"] = int(fleet.now * 1000)
-    fleet.join("n1", "n2", min_nodes=1, max_nodes=2)
-    assert fleet.job_state() is JobState.RUNNING
-    fleet.restart()
-    assert fleet.state.job_runtime["job"].commits.committed_version is None
-    fleet.hear("n1", "n2")
-    fleet.lose_rank(0)
-    assert fleet.spec().restore.from_scratch
-
-
-def test_seal_older_than_committed_version_is_ignored() -> None:
-    fleet = CoreFleet()
-    fleet.start(2)
-    fleet.seal(4)
-    fleet.restart()
-    fleet.seal(3)
-    live = fleet.state.job_runtime["job"]
-    assert (live.commits.committed_version, live.commits.settled_version, live.commits.verified_version) == (
-        Version(1, 4),
-        Version(1, 4),
-        Version(1, 4),
-    )
-
-
 def test_launcher_joining_finished_job_in_outage_is_stopped() -> None:
-    """Nobody could hear of it yet, so it is one of those that wait, and begins nothing anew."""
+    """The end of the job is not stored yet, so the launcher is stopped like the others, and starts no new run."""
     fleet = CoreFleet()
     fleet.start(2)
     fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="full", trace=fleet.trace()))
@@ -173,3 +79,115 @@ def test_launcher_joining_finished_job_in_outage_is_stopped() -> None:
     fleet.join("n2")
     assert fleet.job_state() is JobState.FINISHED
     assert sent(fleet.effects[before:], StopJob)["n2"].ok
+
+
+def _running() -> CoreFleet:
+    fleet = CoreFleet()
+    fleet.start(nodes=3, spares=1, min_nodes=1)
+    fleet.resume()
+    fleet.feed(ControllerStarted(epoch=7))
+    return fleet
+
+
+@pytest.mark.promise("database-outage")
+def test_unsent_generation_is_reissued_with_epoch_number() -> None:
+    fleet = _running()
+    fleet.lose_rank(0)
+    untold = fleet.spec()
+    fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="disk full", unsent_jobs=("job",)))
+    spec = fleet.spec()
+    assert spec.number == 7 * NUMBERS_PER_EPOCH + 1
+    assert spec.seated_nodes == untold.seated_nodes
+    assert spec.reason is untold.reason
+    assert spec.trace == untold.trace
+    assert f"generation {untold.number} was decided but never announced" in spec.sentence
+
+
+def test_first_generation_of_job_waits_for_database() -> None:
+    fleet = CoreFleet()
+    fleet.start(nodes=2)
+    formed = fleet.spec()
+    fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="disk full", unsent_jobs=("job", "another")))
+    assert fleet.spec() is formed
+
+
+Name = tuple[str, str]
+
+
+class _Watched(CoreFleet):
+    """A fleet that compares its records with its writes after each event."""
+
+    def feed(self, event: Event) -> list[Effect]:
+        before = self._records()
+        effects = super().feed(event)
+        written = {_name(effect) for effect in effects}
+        changed = {name for name, record in self._records().items() if record != before.get(name)}
+        assert changed <= written, f"{changed - written} changed unwritten by {event}"
+        return effects
+
+    def _records(self) -> dict[Name, bytes]:
+        state = self.state
+        nodes = {("node", name): msgspec.json.encode(record) for name, record in state.nodes.items()}
+        jobs = {("job", name): msgspec.json.encode(record) for name, record in state.jobs.items()}
+        return nodes | jobs | {("fleet", ""): msgspec.json.encode(state.fleet)}
+
+
+def _name(effect: Effect) -> Name:
+    match effect:
+        case PutNode():
+            return "node", effect.node
+        case PutJob():
+            return "job", effect.job
+        case PutFleet():
+            return "fleet", ""
+        case _:
+            return "", ""
+
+
+@settings(max_examples=examples(40), suppress_health_check=[HealthCheck.too_slow])
+@given(histories)
+def test_record_changes_are_written_with_their_event(history: list[Act]) -> None:
+    fleet = _Watched(quick_policy())
+    fleet.register(*NODES[:5])
+    fleet.join(*NODES[:4], job="a", min_nodes=2, max_nodes=4, nproc_per_node=2, join_wait_s=1.0)
+    for act in history:
+        try:
+            act(fleet)
+        except EverstepError:
+            continue
+
+
+CRITICAL = FindingRaised(finding=xid(79))
+MILD = FindingRaised(finding=msgspec.structs.replace(xid(31), severity=Severity.WARNING))
+LOST = RankLost(job="job", at=0.0, generation=1, rank=0, local_rank=0, detail="")
+
+
+@pytest.fixture
+def fleet() -> CoreFleet:
+    """A fleet of one node that has registered and sent a first heartbeat."""
+    fleet = CoreFleet()
+    fleet.register("n1")
+    fleet.beat("n1")
+    return fleet
+
+
+@pytest.mark.parametrize(
+    ("reports", "deferrable"),
+    [([MILD], True), ([FindingCleared(key="x")], True), ([CRITICAL], False), ([MILD, LOST], False)],
+    ids=["mild", "cleared", "critical", "a loss behind it"],
+)
+def test_only_mild_reports_are_deferrable(fleet: CoreFleet, reports: list[Any], deferrable: bool) -> None:
+    assert can_defer_reports(fleet.state, "n1", reports) is deferrable
+
+
+def test_repeated_critical_finding_is_deferrable_worsened_is_not(
+    fleet: CoreFleet,
+) -> None:
+    fleet.report("n1", MILD)
+    graver = FindingRaised(finding=msgspec.structs.replace(MILD.finding, severity=Severity.CRITICAL))
+    assert graver.finding.key == MILD.finding.key
+    assert not can_defer_reports(fleet.state, "n1", [graver])
+    assert not can_defer_findings(fleet.state, "n1", [graver.finding])
+    fleet.report("n1", graver)
+    assert can_defer_reports(fleet.state, "n1", [graver])
+    assert can_defer_findings(fleet.state, "n1", [graver.finding])

@@ -1,14 +1,15 @@
-"""The queue of deadlines against a list that is searched through: what is due comes once, the earliest first."""
+"""Compare the queue of deadlines with a list that is searched: each deadline comes once, the earliest first."""
 
 from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
 
 from everstep_controller.core.engine import next_deadline
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.core.startup import restore_state
 from everstep_controller.core.state import DeadlineKind
 from everstep_controller.core.transition import pop_due, push_deadline
-from hypothesis import given
-from hypothesis import strategies as st
 
 Deadline = tuple[float, DeadlineKind, str]
 deadlines = st.tuples(
@@ -18,10 +19,10 @@ deadlines = st.tuples(
 
 def _pop(waiting: list[Deadline], now: float) -> tuple[DeadlineKind, str] | None:
     """The earliest that is due; of several the one that was asked for first."""
-    due = [one for one in waiting if one[0] <= now]
+    due = [deadline for deadline in waiting if deadline[0] <= now]
     if not due:
         return None
-    first = min(due, key=lambda one: one[0])
+    first = min(due, key=lambda deadline: deadline[0])
     waiting.remove(first)
     return first[1:]
 

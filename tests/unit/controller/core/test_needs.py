@@ -1,25 +1,27 @@
-"""What needs a person: each matter that no automatic action will settle, and nothing else."""
+"""The list of matters that need a person: everything that no automatic action will settle, and nothing else."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
-from everstep_controller.core.events import OperatorAction, RemediationFinished
-from everstep_controller.core.needs import CLEARING_PATIENCE_S, FAILED_JOB_S, LOST_PATIENCE_S, list_needs
-from everstep_controller.core.policy import CorePolicy
-from everstep_controller.core.state import StallNotice
 
 from everstep.vocabulary import Action, Finding, FindingKind, Mode, NodeState, Severity
 from everstep.wire.v1.agent import Gpu
 from everstep.wire.v1.operator import Need
-from tests.support.core_fleet import CoreFleet
-from tests.support.findings import uncorrectable_ecc, xid
+from everstep_controller.core.events import OperatorAction, RemediationFinished
+from everstep_controller.core.needs import CLEARING_PATIENCE_S, FAILED_JOB_S, LOST_PATIENCE_S, list_needs
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.core.state import StallNotice
+from tests.support.fleet.core_fleet import CoreFleet
+from tests.support.fleet.findings import uncorrectable_ecc, xid
 
 DOUBLE_BIT = msgspec.structs.replace(uncorrectable_ecc(), since=1_699_999_900.0)
 OBSERVED = msgspec.structs.replace(DOUBLE_BIT, mode=Mode.OBSERVE)
 
 
-def _fleet(nodes: int = 40, **knobs: object) -> CoreFleet:
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy(), probe_required=False, **knobs))
+def _fleet(nodes: int = 40, **knobs: Any) -> CoreFleet:
+    fleet = CoreFleet(CorePolicy().with_values(probes={"required": False}).with_values(**knobs))
     fleet.register(*(f"n{number}" for number in range(1, nodes + 1)))
     return fleet
 
@@ -37,7 +39,7 @@ def _finish_remediation(fleet: CoreFleet, node: str, *, dry_run: bool) -> None:
     fleet.feed(RemediationFinished(remediation_id=cordon, node=node, succeeded=True, detail="", dry_run=dry_run))
 
 
-def test_fleet_without_faults_needs_nobody() -> None:
+def test_fleet_without_faults_has_no_needs() -> None:
     fleet = _fleet()
     fleet.raise_finding("n1", msgspec.structs.replace(uncorrectable_ecc(), severity=Severity.WARNING))
     fleet.join("n1", "n2", min_nodes=2, max_nodes=2)
@@ -60,7 +62,7 @@ def test_eviction_deferred_for_a_job_names_node_gpu_and_job() -> None:
 
 
 def test_breaker_and_the_evictions_it_defers_are_listed() -> None:
-    fleet = _fleet(eviction_count=1)
+    fleet = _fleet(budget={"count": 1})
     for number, node in enumerate(("n1", "n2")):
         fleet.raise_finding(node, xid(100 + number))
     kinds = _kinds(fleet)
@@ -106,11 +108,11 @@ def test_outbreak_is_one_need_and_not_one_per_node() -> None:
 
 
 def test_quarantine_with_a_recommended_reset_needs_a_person() -> None:
-    fleet = _fleet(remediation_mode=Mode.RECOMMEND)
+    fleet = _fleet(remediation={"mode": Mode.RECOMMEND})
     fleet.raise_finding("n3", DOUBLE_BIT)
     (need,) = _needs(fleet)
     assert (need.kind, need.subject, need.finding) == ("quarantine", "n3", "gpu.ecc_uncorrectable")
-    assert "waits for a person: its next step is manual: reset gpu (remediation_mode is recommend)" in need.reason
+    assert "waits for a person: its next step is manual: reset gpu (remediation.mode is recommend)" in need.reason
     assert need.advice == "Take this step by hand. n3 returns by itself once its findings clear."
 
 
@@ -122,8 +124,8 @@ def test_quarantine_by_an_operator_waits_for_its_readmission() -> None:
     assert need.reason.startswith("n3 waits for a person: only an operator can readmit it")
 
 
-def test_quarantine_with_automatic_steps_needs_nobody() -> None:
-    fleet = _fleet(remediation_mode=Mode.ENFORCE)
+def test_quarantine_with_automatic_steps_is_no_need() -> None:
+    fleet = _fleet(remediation={"mode": Mode.ENFORCE})
     fleet.raise_finding("n3", DOUBLE_BIT)
     _finish_remediation(fleet, "n3", dry_run=False)
     assert fleet.node_state("n3") is NodeState.QUARANTINED
@@ -131,12 +133,12 @@ def test_quarantine_with_automatic_steps_needs_nobody() -> None:
 
 
 def test_dry_run_cordon_is_listed_until_the_node_returns() -> None:
-    fleet = _fleet(remediation_mode=Mode.ENFORCE)
+    fleet = _fleet(remediation={"mode": Mode.ENFORCE})
     fleet.raise_finding("n3", DOUBLE_BIT)
     _finish_remediation(fleet, "n3", dry_run=True)
     (need,) = _needs(fleet)
     assert (need.kind, need.subject) == ("dry_run", "n3")
-    assert "nobody was asked to keep other work away from it (remediation_backend is dry_run)" in need.reason
+    assert "no system was asked to keep other work away from it (remediation_backend is dry_run)" in need.reason
     fleet.clear_finding("n3", DOUBLE_BIT.key)
     fleet.order(OperatorAction.READMIT, node="n3")
     fleet.advance(60.0, *fleet.state.nodes)
@@ -167,7 +169,7 @@ def test_node_in_repair_is_listed_and_a_held_one_is_not() -> None:
     fleet.order(OperatorAction.HOLD, node="n4")
     assert _kinds(fleet) == [("repair", "n3")]
     _finish_remediation(fleet, "n3", dry_run=True)
-    assert "nobody was asked to repair it" in _needs(fleet)[0].reason
+    assert "no system was asked to repair it" in _needs(fleet)[0].reason
 
 
 def test_lost_node_is_listed_after_the_time_of_a_reboot() -> None:
@@ -180,7 +182,7 @@ def test_lost_node_is_listed_after_the_time_of_a_reboot() -> None:
     assert (need.kind, need.command) == ("lost", "everstep node forget n3 --reason WHY")
 
 
-def test_failed_job_is_listed_for_an_hour_and_a_stopped_one_never() -> None:
+def test_failed_job_is_listed_for_an_hour_and_stopped_never() -> None:
     fleet = CoreFleet()
     fleet.start(2, min_nodes=2)
     fleet.raise_user_error(0)

@@ -1,33 +1,28 @@
-"""Nodes that are gone and jobs that are over leave memory and store: by a person's word, or by their age."""
+"""Absent nodes and ended jobs leave memory and store, by an operator's order or by their age."""
 
 from __future__ import annotations
 
-import msgspec
 import pytest
-from everstep_controller.core import retirement
-from everstep_controller.core.effects import (
-    DeleteJob,
-    DeleteNode,
-    PutNode,
-    PutVerdict,
-    RecordFindingCleared,
-    RequestRemediation,
-)
-from everstep_controller.core.events import DatabaseAvailabilityChanged, OperatorAction
-from everstep_controller.core.policy import CorePolicy
-from everstep_controller.core.state import DeadlineKind
 
 from everstep.errors import Conflict, NotFound
 from everstep.ids import Version
 from everstep.vocabulary import JobState, NodeState, ProbeKind
 from everstep.wire.v1.agent import Gpu
 from everstep.wire.v1.directives import StopJob
-from tests.support.core_fleet import CoreFleet, audits, generations, sent
-from tests.support.findings import xid
+from everstep_controller.core import retirement
+from everstep_controller.core.effects import (
+    DeleteJob,
+    PutVerdict,
+)
+from everstep_controller.core.events import DatabaseAvailabilityChanged, OperatorAction
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.core.state import DeadlineKind
+from tests.support.fleet.core_fleet import CoreFleet, generations, logged_sentences, sent
+from tests.support.fleet.findings import xid
 
 DAY = 86400.0
 LAB = CorePolicy.lab_preset()
-POLICY = msgspec.structs.replace(LAB, forget_nodes_after_s=2 * DAY, forget_jobs_after_s=DAY)
+POLICY = LAB.with_values(retention={"forget_nodes_after_s": 2 * DAY, "forget_jobs_after_s": DAY})
 
 
 def _fleet(policy: CorePolicy = POLICY, nodes: int = 3, spares: int = 1, **spec: int) -> CoreFleet:
@@ -38,7 +33,7 @@ def _fleet(policy: CorePolicy = POLICY, nodes: int = 3, spares: int = 1, **spec:
 
 
 def _lose(fleet: CoreFleet, *nodes: str) -> None:
-    """They close their connections and do not come back; the others beat."""
+    """Close the connections of the nodes and let them stay away, while the others send heartbeats."""
     for node in nodes:
         fleet.disconnect(node)
     fleet.advance(
@@ -48,13 +43,13 @@ def _lose(fleet: CoreFleet, *nodes: str) -> None:
 
 
 def _finish(fleet: CoreFleet) -> None:
-    """The job is over, and the newest commit with it."""
+    """Finish the job with its newest commit."""
     fleet.finish()
     assert fleet.job_state() is JobState.FINISHED
 
 
 def _pass(fleet: CoreFleet, days: float) -> None:
-    """So many days go by in which the nodes that are there beat now and then."""
+    """Let `days` pass, during which the connected nodes send heartbeats now and then."""
     for _ in range(round(days * 4)):
         fleet.now += DAY / 4 - 30.0
         fleet.stop_controller(1.0)
@@ -65,9 +60,6 @@ def _refused(fleet: CoreFleet, node: str) -> str:
     with pytest.raises(Conflict) as refusal:
         fleet.order(OperatorAction.FORGET, node=node)
     return str(refusal.value)
-
-
-# --- by a person's word ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.promise("forgotten-nodes")
@@ -103,24 +95,6 @@ def test_forget_refuses_node_under_probe() -> None:
     assert "a probe of n4 is running" in _refused(fleet, "n4"), partner
 
 
-def test_forgotten_node_leaves_no_trace_and_returns_as_new() -> None:
-    fleet = _fleet()
-    fleet.raise_finding("n4", xid())
-    _lose_quarantined(fleet, "n4")
-    effects = fleet.order(OperatorAction.FORGET, node="n4")
-    assert [e.node for e in effects if isinstance(e, DeleteNode)] == ["n4"]
-    assert not [e for e in effects if isinstance(e, PutNode) and e.node == "n4"]
-    assert [e.key for e in effects if isinstance(e, RecordFindingCleared)] == [xid().key]
-    assert [e.remediation.kind for e in effects if isinstance(e, RequestRemediation)] == ["uncordon"]
-    assert audits(effects, "node.forgotten") == ["ada ordered to forget n4: because"]
-    assert b'"n4"' not in msgspec.json.encode((fleet.state.jobs, fleet.state.sightings, fleet.state.deferred_evictions))
-    fleet.advance(60.0, "n1", "n2", "n3")
-    before = len(fleet.effects)
-    fleet.register("n4")
-    fleet.raise_finding("n4", xid())
-    assert next(e.verdict.id for e in fleet.effects[before:] if isinstance(e, PutVerdict)) == "n4-1"
-
-
 @pytest.mark.promise("forgotten-nodes")
 @pytest.mark.parametrize("restarted", [False, True])
 def test_node_forgotten_in_quarantine_returns_through_probe(restarted: bool) -> None:
@@ -130,7 +104,7 @@ def test_node_forgotten_in_quarantine_returns_through_probe(restarted: bool) -> 
     fleet.order(OperatorAction.FORGET, node="n4")
     if restarted:
         fleet.restart()
-    _comes_back_through_a_probe(fleet, "n4")
+    _returns_through_probe(fleet, "n4")
     assert "n4" not in fleet.state.fleet.unfit_nodes
 
 
@@ -140,13 +114,13 @@ def test_node_forgotten_in_repair_returns_through_probe() -> None:
     fleet.order(OperatorAction.REPAIR, node="n4")
     _lose_quarantined(fleet, "n4")
     fleet.order(OperatorAction.FORGET, node="n4")
-    _comes_back_through_a_probe(fleet, "n4")
+    _returns_through_probe(fleet, "n4")
 
 
 @pytest.mark.promise("forgotten-nodes")
 def test_node_forgotten_on_probation_keeps_required_diagnostics() -> None:
     fleet = _fleet()
-    _illness_is_over(fleet, "n4")
+    _clear_quarantine(fleet, "n4")
     assert fleet.node_state("n4") is NodeState.PROBATION
     fleet.disconnect("n4")
     fleet.advance(40.0, "n1", "n2", "n3")
@@ -157,22 +131,11 @@ def test_node_forgotten_on_probation_keeps_required_diagnostics() -> None:
         ProbeKind.COMPUTE,
         ProbeKind.ALL_REDUCE,
     )
-    _comes_back_through_a_probe(fleet, "n4")
+    _returns_through_probe(fleet, "n4")
 
 
-def test_node_forgotten_while_held_returns_through_probe() -> None:
-    fleet = _fleet()
-    fleet.raise_finding("n4", xid())
-    fleet.order(OperatorAction.HOLD, node="n4")
-    _illness_is_over(fleet, "n4")
-    assert fleet.node_state("n4") is NodeState.HELD
-    _lose_quarantined(fleet, "n4")
-    fleet.order(OperatorAction.FORGET, node="n4")
-    _comes_back_through_a_probe(fleet, "n4")
-
-
-def _illness_is_over(fleet: CoreFleet, node: str) -> None:
-    """It was out for an XID, which has cleared: nothing keeps it in quarantine any more."""
+def _clear_quarantine(fleet: CoreFleet, node: str) -> None:
+    """The node was evicted for an XID, which has cleared: no finding keeps it in quarantine any more."""
     fleet.raise_finding(node, xid())
     fleet.clear_finding(node, xid().key)
     fleet.advance(2.5, *fleet.state.nodes)
@@ -185,15 +148,7 @@ def test_quarantined_node_forgotten_by_age_needs_probe() -> None:
     _lose_quarantined(fleet, "n4")
     _pass(fleet, 2.5)
     assert "n4" not in fleet.state.nodes
-    _comes_back_through_a_probe(fleet, "n4")
-
-
-def test_lost_node_without_findings_returns_healthy() -> None:
-    fleet = _fleet()
-    _lose(fleet, "n4")
-    fleet.order(OperatorAction.FORGET, node="n4")
-    fleet.register("n4")
-    assert fleet.node_state("n4") is NodeState.HEALTHY
+    _returns_through_probe(fleet, "n4")
 
 
 def test_condemned_gpus_stay_condemned_after_forget() -> None:
@@ -224,7 +179,7 @@ def _gpu(uuid: str) -> Gpu:
     return Gpu(index=0, uuid=uuid, name="H100", pci_bus_id="0", memory_bytes=80 << 30)
 
 
-def _comes_back_through_a_probe(fleet: CoreFleet, node: str) -> None:
+def _returns_through_probe(fleet: CoreFleet, node: str) -> None:
     fleet.advance(60.0, *fleet.state.nodes)
     before = len(fleet.effects)
     fleet.register(node)
@@ -250,9 +205,6 @@ def test_forget_waits_for_the_database() -> None:
         fleet.order(OperatorAction.FORGET, node="n4")
 
 
-# --- by age ------------------------------------------------------------------------------------------------------
-
-
 def test_absent_node_is_forgotten_after_its_age() -> None:
     fleet = _fleet()
     _lose(fleet, "n4")
@@ -260,7 +212,7 @@ def test_absent_node_is_forgotten_after_its_age() -> None:
     assert "n4" in fleet.state.nodes
     _pass(fleet, 0.3)
     assert list(fleet.state.nodes) == ["n1", "n2", "n3"]
-    (sentence,) = audits(fleet.effects, "node.forgotten")
+    (sentence,) = logged_sentences(fleet.effects, "node.forgotten")
     assert sentence == "n4 sent no message for 2.2 days and is forgotten"
 
 
@@ -278,18 +230,9 @@ def test_nodes_held_in_repair_or_condemned_are_kept() -> None:
     assert "n4" not in fleet.state.nodes
 
 
-def test_absence_age_survives_controller_restart() -> None:
-    fleet = _fleet()
-    _lose(fleet, "n4")
-    _pass(fleet, 1.5)
-    fleet.restart()
-    _pass(fleet, 1.0)
-    assert "n4" not in fleet.state.nodes
-
-
 def test_retention_of_zero_is_disabled() -> None:
     never = dict.fromkeys(("forget_nodes_after_s", "forget_jobs_after_s", "end_abandoned_jobs_after_s"), 0.0)
-    fleet = _fleet(msgspec.structs.replace(LAB, **never))
+    fleet = _fleet(LAB.with_values(retention=never))
     _lose(fleet, "n4")
     _finish(fleet)
     _pass(fleet, 3.0)
@@ -304,7 +247,7 @@ def test_ended_job_is_forgotten_after_its_age() -> None:
     assert list(fleet.state.jobs) == ["job"]
     before = len(fleet.effects)
     _pass(fleet, 0.3)
-    assert fleet.state.jobs == fleet.state.job_runtime == {}
+    assert (fleet.state.jobs, fleet.state.job_runtime) == ({}, {})
     assert [e.job for e in fleet.effects[before:] if isinstance(e, DeleteJob)] == ["job"]
     fleet.join("n1", "n2", min_nodes=1, max_nodes=2)
     assert generations(fleet.effects)[-1].number == 1
@@ -328,34 +271,8 @@ def test_unfinished_job_is_never_forgotten() -> None:
     assert list(fleet.state.jobs) == ["job"]
 
 
-def test_forgetting_is_spread_over_several_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retirement, "MAX_PER_CHECK", 2)
-    fleet = _fleet(nodes=1, spares=3)
-    _lose(fleet, "n2", "n3")
-    _lose(fleet, "n4")
-    fleet.now += 2 * DAY
-    fleet.stop_controller(600.0)
-    assert len(fleet.state.nodes) == 2
-    fleet.advance(2.0, "n1")
-    assert list(fleet.state.nodes) == ["n1"]
-
-
-def test_forgetting_stops_during_database_outage() -> None:
-    fleet = _fleet()
-    _lose(fleet, "n4")
-    fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="disk full"))
-    _pass(fleet, 3.0)
-    assert "n4" in fleet.state.nodes
-    fleet.feed(DatabaseAvailabilityChanged(is_unavailable=False))
-    _pass(fleet, 0.3)
-    assert "n4" not in fleet.state.nodes
-
-
-# --- jobs that nobody goes on with -------------------------------------------------------------------------------
-
-
 def _deserted() -> CoreFleet:
-    """A job of three nodes, none of which has a launcher any more."""
+    """A job of three nodes, without a launcher on any of them."""
     fleet = _fleet(nodes=3, spares=0, min_nodes=2)
     for node in ("n1", "n2", "n3"):
         fleet.leave(node, orderly=True)
@@ -399,10 +316,3 @@ def test_abandoned_forming_job_ends_but_unreachable_job_stays() -> None:
     _lose(fleet, "n1", "n2")
     _pass(fleet, 1.5)
     assert (fleet.job_state("alone"), fleet.job_state()) == (JobState.FAILED, JobState.PAUSED)
-
-
-def test_abandoned_job_timeout_of_zero_is_disabled() -> None:
-    fleet = _deserted()
-    fleet.policy = fleet.state.policy = msgspec.structs.replace(fleet.policy, end_abandoned_jobs_after_s=0.0)
-    _pass(fleet, 3.0)
-    assert fleet.job_state() is JobState.PAUSED

@@ -1,4 +1,4 @@
-"""Which journals are read, and what is said of one that cannot be."""
+"""Journal formats that are read, and the errors for others."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ from typing import Any, get_args
 
 import msgspec
 import pytest
-from everstep_controller.core.events import Event, ReportArrived
-from everstep_controller.journal.recorder import MAGIC, SegmentStart, read_segment, segments
-from everstep_controller.journal.replay import replay
 
 from everstep.errors import MalformedMessage
 from everstep.wire.v1.training import AnyReport
-from tests.support.journaled import JournaledFleet, everything
+from everstep_controller.core.events import Event, ReportArrived
+from everstep_controller.journal.recorder import MAGIC, SegmentStart, read_segment, segments
+from everstep_controller.journal.replay import replay
+from tests.support.fleet.controllers import ControllerProcess
+from tests.support.fleet.fleet_with_faults import FleetWithFaults
+from tests.support.fleet.journaled_fleet import JournaledFleet, feed_every_event
+from tests.support.processes.fork_pool import ForkPool
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +27,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A segment with every kind of event in it."""
     directory = tmp_path_factory.mktemp("journal")
     fleet = JournaledFleet(directory)
-    everything(fleet)
+    feed_every_event(fleet)
     fleet.journal.close()
     (segment,) = segments(directory)
     return segment
@@ -86,3 +89,26 @@ def test_unreadable_state_names_the_writing_release(recorded: Path, tmp_path: Pa
         replay(written(tmp_path / "old.journal", old))
     with pytest.raises(MalformedMessage, match=r"begins with data unknown to this release"):
         replay(written(tmp_path / "odd.journal", next(read_segment(recorded)[1])))
+
+
+def _replayed(journal: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "everstep_controller.main", "replay", str(journal), "--differences"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_journal_of_killed_controller_replays_identically(program_forks: ForkPool, tmp_path: Path) -> None:
+    settings, journal = tmp_path / "settings.toml", tmp_path / "journal"
+    settings.write_text(f'journal_dir = "{journal}"\n')
+    process = ControllerProcess(tmp_path, program_forks, arguments=("--settings", str(settings)))
+    try:
+        process.start()
+        FleetWithFaults(process.ask, process)
+        process.kill()
+        process.start()
+        process.terminate()
+    finally:
+        process.end()
+    done = _replayed(journal)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all decisions are the same as recorded" in done.stdout
+    assert len(list(journal.glob("*.journal"))) == 2

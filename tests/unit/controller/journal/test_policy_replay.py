@@ -1,30 +1,29 @@
-"""Another policy over the recorded past: by node, over all segments, without what people ordered."""
+"""A different policy on the recorded past: by node, over all segments, without operators' orders."""
 
 from __future__ import annotations
 
 import asyncio
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
-import msgspec
 import pytest
+
+from everstep.errors import NotFound
+from everstep.wire.v1.operator_history import PolicyTrialResult
 from everstep_controller.core.events import OperatorAction
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.journal import policy_replay
 from everstep_controller.journal.policy_replay import replay_with_policy
-from everstep_controller.journal.recorder import Journal, segments
-
-from everstep.errors import NotFound
-from everstep.wire.v1.operator_history import PolicyTrialResult
-from tests.support.core_fleet import START
-from tests.support.findings import xid
-from tests.support.journaled import JournaledFleet
+from everstep_controller.journal.recorder import segments
+from tests.support.fleet.core_fleet import START
+from tests.support.fleet.findings import xid
+from tests.support.fleet.journaled_fleet import JournaledFleet
 
 
-def _tried(fleet: JournaledFleet, folder: Path, **knobs: object) -> PolicyTrialResult:
+def _tried(fleet: JournaledFleet, folder: Path, **knobs: Any) -> PolicyTrialResult:
     fleet.journal.close()
-    changed: CorePolicy = msgspec.structs.replace(fleet.policy, **knobs)
-    return replay_with_policy(folder, changed, START)
+    return replay_with_policy(folder, fleet.policy.with_values(**knobs), START)
 
 
 def _evicts_n2(fleet: JournaledFleet) -> None:
@@ -37,8 +36,8 @@ def _evicts_n2(fleet: JournaledFleet) -> None:
 def test_trial_of_same_policy_shows_no_difference(tmp_path: Path) -> None:
     fleet = JournaledFleet(tmp_path)
     _evicts_n2(fleet)
-    told = _tried(fleet, tmp_path, eviction_count=1)
-    assert (told.evictions, told.added_evictions, told.avoided_evictions, told.gaps) == (1, (), (), ())
+    result = _tried(fleet, tmp_path, budget={"count": 1})
+    assert (result.evictions, result.added_evictions, result.avoided_evictions, result.gaps) == (1, (), (), ())
 
 
 def test_trial_without_records_is_refused(tmp_path: Path) -> None:
@@ -51,23 +50,23 @@ def test_trial_ignores_operator_orders(tmp_path: Path) -> None:
     fleet.start(4, 1)
     fleet.seal(5)
     fleet.order(OperatorAction.EVICT, node="n2")
-    told = _tried(fleet, tmp_path)
-    assert (told.evictions, told.added_evictions, told.avoided_evictions) == (0, (), ())
+    result = _tried(fleet, tmp_path)
+    assert (result.evictions, result.added_evictions, result.avoided_evictions) == (0, (), ())
 
 
 def test_trial_carries_diverging_state_across_segments(tmp_path: Path) -> None:
-    """Under a budget of one n3 is not evicted for what happened in the first segment, nor in those that follow."""
+    """With a budget of one, n3 is evicted neither for the first segment's faults nor for later ones."""
     fleet = JournaledFleet(tmp_path, segment_bytes=1)
     _evicts_n2(fleet)
     asyncio.run(fleet.journal.drain())
     fleet.raise_finding("n3", xid(48))
     fleet.advance(8.0, "n1", "n4", "n5", "n6")
-    told = _tried(fleet, tmp_path, eviction_count=1)
+    result = _tried(fleet, tmp_path, budget={"count": 1})
     assert len(segments(tmp_path)) > 1
-    assert told.evictions == 1
-    assert told.added_evictions == ()
-    assert [line.split()[1] for line in told.avoided_evictions] == ["n3-1"]
-    assert told.gaps == ()
+    assert result.evictions == 1
+    assert result.added_evictions == ()
+    assert [line.split()[1] for line in result.avoided_evictions] == ["n3-1"]
+    assert result.gaps == ()
 
 
 def test_span_begins_at_since_after_a_quiet_end_of_segment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,19 +83,5 @@ def test_span_begins_at_since_after_a_quiet_end_of_segment(tmp_path: Path, monke
     }
     monkeypatch.setattr(policy_replay, "segments", lambda folder: [folder / name for name in recorded])
     monkeypatch.setattr(policy_replay, "replay", lambda path, *_: recorded[path.name])
-    told = replay_with_policy(tmp_path, CorePolicy(), 150.0)
-    assert [(span.begins_at, span.ends_at) for span in told.spans] == [(150.0, 170.0)]
-
-
-def test_trial_reports_gap_between_controller_runs(tmp_path: Path) -> None:
-    fleet = JournaledFleet(tmp_path)
-    _evicts_n2(fleet)
-    fleet.journal.close()
-    newest = fleet.now
-    fleet.journal = Journal(tmp_path, max_bytes=1 << 30, keep_s=86400.0)
-    fleet.now = newest + 600.0
-    fleet.raise_finding("n3", xid(48))
-    told = _tried(fleet, tmp_path)
-    ((begin, end),) = told.gaps
-    assert end == newest + 600.0
-    assert newest - 8.0 <= begin <= newest
+    result = replay_with_policy(tmp_path, CorePolicy(), 150.0)
+    assert [(span.begins_at, span.ends_at) for span in result.spans] == [(150.0, 170.0)]

@@ -1,4 +1,4 @@
-"""What a leader that cannot renew its lease asks of its agents, and what it believes of their answers."""
+"""Questions of a leader that cannot renew its lease to its agents, and the proofs that it accepts."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from everstep_controller.api.credentials import Keyring
-from everstep_controller.leadership.leader_checks import CHECKS_PER_SECOND, EpochCheck
-from everstep_controller.leadership.lease import LeaseTenure
-from everstep_controller.store.database_errors import LeadershipLost
 
 from everstep.bearer_tokens import epoch_proof
 from everstep.clock import ManualClock
 from everstep.wire.v1.agent import LeadershipProof
-from tests.support.controllers import SECRET
+from everstep_controller.auth.credentials import Keyring
+from everstep_controller.leadership.leader_checks import CHECKS_PER_SECOND, EpochCheck
+from everstep_controller.leadership.lease import LeaseTenure
+from everstep_controller.store.database_errors import LeadershipLost
+from tests.support.fleet.controllers import SECRET
 
 OTHER = b"the secret of some other fleet.."
 
@@ -41,7 +41,7 @@ class Leader:
 
 
 def played(story: Callable[[Leader], object], *secrets: bytes) -> bool:
-    """Whether the leader of the story steps down."""
+    """Return whether the leader of the story steps down."""
 
     async def play() -> bool:
         leader = Leader(*secrets)
@@ -81,7 +81,7 @@ def test_epoch_check_steps_down_for_proven_higher_epoch() -> None:
 
 @pytest.mark.promise("cut-off-leader")
 @pytest.mark.parametrize(
-    "said",
+    "proof",
     [
         succession(3),
         succession(4, OTHER),
@@ -90,10 +90,10 @@ def test_epoch_check_steps_down_for_proven_higher_epoch() -> None:
     ],
     ids=["its own epoch", "of another fleet", "of another epoch", "no proof"],
 )
-def test_epoch_check_ignores_unproven_epoch(said: LeadershipProof) -> None:
+def test_epoch_check_ignores_unproven_epoch(proof: LeadershipProof) -> None:
     def story(leader: Leader) -> None:
         leader.tenure.fail_renewal()
-        leader.doubt.take_proof(said)
+        leader.doubt.take_proof(proof)
 
     assert not played(story)
 

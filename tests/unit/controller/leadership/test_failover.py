@@ -1,4 +1,4 @@
-"""Three real controllers over a real PostgreSQL: whoever leads is killed, or stopped, while reports pour in."""
+"""Three real controllers over a real PostgreSQL: the leader is killed or stopped while agents send reports."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -20,12 +21,12 @@ from sqlalchemy.engine import make_url
 from everstep.bearer_tokens import TokenRole, mint
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.agent import FrameKind, FrameRefused, Heartbeat
-from tests.support.agents import agent_process
-from tests.support.controllers import PATIENT, SECRET, VIEWER, ControllerProcess, bearer
-from tests.support.forked import ForkPool
-from tests.support.report_stream import EVERY_FINDING, ReportStream, events, reporting
-from tests.support.sessions import AgentSession
-from tests.support.waiting import until
+from tests.support.agents.agent_process import agent_process
+from tests.support.fleet.controllers import LONG_SILENCES, SECRET, VIEWER, ControllerProcess, bearer
+from tests.support.fleet.report_stream import EVERY_FINDING, ReportStream, events, reporting
+from tests.support.fleet.session_client import AgentSession
+from tests.support.processes.fork_pool import ForkPool
+from tests.support.processes.waiting import until
 
 pytestmark = pytest.mark.slow
 
@@ -38,7 +39,7 @@ SHORT_LEASE = "" if STOPPED_S else "lease_s = 1.5\nlease_renew_s = 0.3\n"
 @pytest.fixture
 def controllers(program_forks: ForkPool, tmp_path: Path, postgres: str) -> Iterator[list[ControllerProcess]]:
     settings = tmp_path / "settings.toml"
-    settings.write_text(SHORT_LEASE + EVERY_FINDING + PATIENT)
+    settings.write_text(SHORT_LEASE + EVERY_FINDING + LONG_SILENCES)
     made = []
     for name in "abc":
         (tmp_path / name).mkdir()
@@ -54,9 +55,13 @@ def controllers(program_forks: ForkPool, tmp_path: Path, postgres: str) -> Itera
             controller.end()
 
 
+def leads(controller: ControllerProcess) -> bool:
+    return controller.leads()
+
+
 def leader_of(controllers: list[ControllerProcess]) -> ControllerProcess:
-    until(lambda: any(one.leads() for one in controllers), "a leader")
-    (leader,) = [one for one in controllers if one.leads()]
+    until(lambda: any(map(leads, controllers)), "a leader")
+    (leader,) = filter(leads, controllers)
     return leader
 
 
@@ -86,7 +91,7 @@ def test_standby_names_leader_and_takes_over_on_termination(
         assert b"everstep_controller_leader 0.0" in standby.ask("GET", "/metrics", None, VIEWER)[1]
     assert b"everstep_controller_leader 1.0" in leader.ask("GET", "/metrics", None, VIEWER)[1]
     assert leader.terminate() == 0
-    until(lambda: any(one.leads() for one in others), "another leader")
+    until(lambda: any(map(leads, others)), "another leader")
 
 
 @pytest.mark.promise("acknowledged-is-durable")
@@ -98,7 +103,7 @@ def test_failover_keeps_every_acknowledged_write_once(
             more(stream)
             leader = leader_of(controllers)
             leader.kill()
-            until(lambda: any(one.leads() for one in controllers), "another leader")
+            until(lambda: any(map(leads, controllers)), "another leader")
             leader.start()
         more(stream)
     stream.check(leader_of(controllers))
@@ -110,21 +115,23 @@ def test_paused_leader_wakes_up_as_standby(controllers: list[ControllerProcess])
         more(stream)
         stopped = leader_of(controllers)
         assert stopped.process is not None
-        others = [one for one in controllers if one is not stopped]
+        others = [standby for standby in controllers if standby is not stopped]
         with closing(AgentSession(stopped.listen, "n2")) as kept:
             kept.register()
             kept.beat(findings=())
             stopped.process.send_signal(signal.SIGSTOP)
             try:
-                until(lambda: any(one.leads() for one in others), "another leader")
+                until(lambda: any(map(leads, others)), "another leader")
                 beat = Heartbeat(incarnation=1, seq=2, sent_at=0.0)
-                kept.say(FrameKind.HEARTBEAT, beat)  # it waits in the stopped one's socket
+                kept.send_frame(
+                    FrameKind.HEARTBEAT, beat
+                )  # the heartbeat waits in the socket of the stopped controller
                 more(stream)
             finally:
                 stopped.process.send_signal(signal.SIGCONT)
             try:
                 assert kept.answer(FrameRefused).code == "unavailable"
-            except (ConnectionError, EOFError):  # it had learned that it was followed before it read this, and hung up
+            except (ConnectionError, EOFError):  # closed, as the former leader noticed its successor first
                 pass
         until(lambda: stopped.ask("GET", "/readyz", None, {})[1].count(b"http://"), "it to stand by")
         assert stopped.process.poll() is None
@@ -136,8 +143,8 @@ def test_paused_leader_wakes_up_as_standby(controllers: list[ControllerProcess])
 
 
 @contextmanager
-def no_write_goes_on(postgres: str) -> Iterator[Callable[[], bool]]:
-    """Every write waits for the row that this holds; the function says whether one does. Over at the end."""
+def blocked_writes(postgres: str) -> Iterator[Callable[[], bool]]:
+    """Block every write on a locked row; the yielded function tests if a write waits."""
     plain = make_url(postgres).set(drivername="postgresql").render_as_string(hide_password=False)
     with psycopg.connect(plain) as holder, psycopg.connect(plain, autocommit=True) as looking:
         holder.execute("SELECT value FROM meta WHERE key = 'epoch' FOR UPDATE")
@@ -151,22 +158,22 @@ def no_write_goes_on(postgres: str) -> Iterator[Callable[[], bool]]:
 
 @pytest.mark.promise("old-leader-fenced")
 def test_paused_write_of_former_leader_is_rejected(controllers: list[ControllerProcess], postgres: str) -> None:
-    """Its epoch is over, as the write itself finds that it repeats, or the renewal of the lease, whichever comes first.
+    """Either the repeated write or the renewal of the lease tells the former leader that its epoch has ended.
 
-    EVERSTEP_TEST_STOPPED_S=30: it sleeps for so long, with the lease that controllers have by default.
+    EVERSTEP_TEST_STOPPED_S=30: stop it for 30 seconds, with the default lease of controllers.
     """
     with reporting(*controllers) as stream, ThreadPoolExecutor(1) as hands:
         more(stream)
         stopped = leader_of(controllers)
         assert stopped.process is not None
-        others = [one for one in controllers if one is not stopped]
-        with no_write_goes_on(postgres) as waits:
+        others = [standby for standby in controllers if standby is not stopped]
+        with blocked_writes(postgres) as waits:
             order = hands.submit(stopped.ask, "POST", "/v1/nodes/n1/hold", BECAUSE, timeout_s=STOPPED_S + 60.0)
             until(waits, "a write to be under way")
             stopped.process.send_signal(signal.SIGSTOP)
             asleep_at = time.perf_counter()
         try:
-            until(lambda: any(one.leads() for one in others), "another leader")
+            until(lambda: any(map(leads, others)), "another leader")
             more(stream)
             until(lambda: time.perf_counter() >= asleep_at + STOPPED_S, "it to have slept", STOPPED_S + 1.0)
             assert not order.done()
@@ -189,16 +196,16 @@ def taking(controller: ControllerProcess) -> int:
 
 def test_paused_standby_during_takeover_is_replaced(controllers: list[ControllerProcess], postgres: str) -> None:
     leader = leader_of(controllers)
-    others = [one for one in controllers if one is not leader]
-    with no_write_goes_on(postgres) as waits:
+    others = [standby for standby in controllers if standby is not leader]
+    with blocked_writes(postgres) as waits:
         leader.kill()
         until(lambda: waits() and any(map(taking, others)), "a standby to take over")
-        stopped = next(one for one in others if taking(one))
+        stopped = next(filter(taking, others))
         assert stopped.process is not None
         stopped.process.send_signal(signal.SIGSTOP)
     try:
-        (follower,) = [one for one in others if one is not stopped]
-        until(follower.leads, "the other one to lead")
+        (follower,) = [standby for standby in others if standby is not stopped]
+        until(follower.leads, "the other standby to lead")
     finally:
         stopped.process.send_signal(signal.SIGCONT)
     until(lambda: stopped.ask("GET", "/readyz", None, {})[1].count(b"http://"), "it to stand by")
@@ -212,12 +219,12 @@ def connected(controller: ControllerProcess) -> int:
 
 @pytest.mark.promise("single-leader")
 def test_agent_session_follows_failover_without_node_loss(controllers: list[ControllerProcess]) -> None:
-    with agent_process(",".join(one.url for one in controllers)) as agent:
+    with agent_process(",".join(controller.url for controller in controllers)) as agent:
         agent.token_file.write_text(mint(SECRET, TokenRole.AGENT, "n1"))
         agent.start()
         for _ in range(2):
             leader = leader_of(controllers)
-            until(lambda leader=leader: connected(leader), "the agent's session")
+            until(partial(connected, leader), "the agent's session")
             leader.kill()
         last = leader_of(controllers)
         until(lambda: connected(last), "the agent's session at the last controller")

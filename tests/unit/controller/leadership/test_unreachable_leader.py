@@ -1,10 +1,11 @@
-"""A leader that reaches the database and not its nodes: it gives its lease up for the controller that they come to."""
+"""A leader that reaches the database but no nodes resigns in favour of the controller that they reach."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -12,38 +13,38 @@ import pytest
 
 from everstep.bearer_tokens import TokenRole, mint
 from everstep.wire.v1 import operator as op
-from tests.support.agents import AgentProcess, agent_process
-from tests.support.controllers import PATIENT, SECRET, VIEWER, ControllerProcess
-from tests.support.cut_line import CutLine, line_to_port
-from tests.support.databases import give_schema
-from tests.support.forked import ForkPool
-from tests.support.report_stream import events
-from tests.support.waiting import until
+from tests.support.agents.agent_process import AgentProcess, agent_process
+from tests.support.fleet.controllers import LONG_SILENCES, SECRET, VIEWER, ControllerProcess
+from tests.support.fleet.report_stream import events
+from tests.support.processes.fork_pool import ForkPool
+from tests.support.processes.waiting import until
+from tests.support.services.proxies import Proxy, controller_proxy
+from tests.support.services.sqlite import create_with_schema
 
 pytestmark = pytest.mark.slow
 
-SETTINGS = "lease_s = 1.5\nlease_renew_s = 0.3\nresign_after_s = 2.0\n[policy]\n" + PATIENT
+SETTINGS = "lease_s = 1.5\nlease_renew_s = 0.3\nresign_after_s = 2.0\n" + LONG_SILENCES
 
 
 class Pair:
     """Two controllers over one database, of which the first leads, and a line to each."""
 
     def __init__(self, forks: ForkPool, directory: Path, database: str, stack: ExitStack) -> None:
-        give_schema(database)
+        create_with_schema(database)
         settings = directory / "settings.toml"
         settings.write_text(SETTINGS)
         self.controllers: list[ControllerProcess] = []
-        self.lines: list[CutLine] = []
+        self.lines: list[Proxy] = []
         for name in "ab":
             (directory / name).mkdir()
             arguments = ("--settings", str(settings))
-            one = ControllerProcess(directory / name, forks, database=database, arguments=arguments)
-            stack.callback(one.end)
-            self.controllers.append(one.start())
-            self.lines.append(stack.enter_context(line_to_port(lambda one=one: one.listen)))
+            controller = ControllerProcess(directory / name, forks, database=database, arguments=arguments)
+            stack.callback(controller.end)
+            self.controllers.append(controller.start())
+            self.lines.append(stack.enter_context(controller_proxy(partial(getattr, controller, "listen"))))
             until(self.controllers[0].leads, "the first to lead")
 
-    def agent(self, node: str, stack: ExitStack, *lines: CutLine) -> AgentProcess:
+    def agent(self, node: str, stack: ExitStack, *lines: Proxy) -> AgentProcess:
         """An agent of ``node``, over these lines or both."""
         urls = ",".join(line.url for line in lines or self.lines)
         agent = stack.enter_context(agent_process(urls, node))
@@ -85,8 +86,8 @@ def test_leader_unreachable_by_nodes_resigns_to_their_standby(pair: Pair, stack:
     until(lambda: connected(new) == 2, "the agents to come to it")
     until(lambda: json.loads(old.ask("GET", "/readyz", None, {})[1]).get("leader") == new.url, "the old one to see it")
     assert "stepping down: for" in old.log()
-    (told,) = events(new, "controller.resigned")
-    assert f" kept contacting standby {new.listen} while this leader received messages from none" in told.sentence
+    (resigned,) = events(new, "controller.resigned")
+    assert f" kept contacting standby {new.listen} while this leader received messages from none" in resigned.sentence
     assert [events(new, kind) for kind in ("node.suspect", "node.lost", "verdict.evict")] == [[], [], []]
     until(lambda: metric(new, "leader_resignations") == 1.0, "the number of leaders that resigned")
     line.mend()

@@ -1,32 +1,33 @@
-"""Families that name nodes, racks and ranks: which they show, and how many at most."""
+"""Metric families by node, rack and rank, and their maximal number of series."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import pytest
+from prometheus_client.core import Metric
+from prometheus_client.parser import text_string_to_metric_families
+from starlette.testclient import TestClient
+
+from everstep.vocabulary import RECOVERY_PHASES, Action, Decision, GenerationReason, NodeState
+from everstep.wire.v1 import operator as op
+from everstep.wire.v1.training import RankLost, RankProgress
+from everstep_controller.core import events as ev
+from everstep_controller.core.state import Ignored
 from everstep_controller.read_models import bounded_families
 from everstep_controller.read_models.bounded_families import (
-    RECOVERY_PHASES,
     NextStep,
     late_ranks,
     node_families,
-    probe_families,
 )
-from everstep_controller.read_models.fleet_views import ProbeTracker
-from prometheus_client.core import Metric
-from starlette.testclient import TestClient
-
-from everstep.vocabulary import Action, NodeState
-from everstep.wire.v1.directives import RunProbe
-from everstep.wire.v1.training import ProbeFinished, RankLost, RankProgress
-from tests.support.controllers import VIEWER, InProcess
-from tests.support.core_fleet import CoreFleet
-from tests.support.findings import xid
-from tests.support.spoken import resume, running_job
+from tests.support.fleet.controllers import OPERATOR, VIEWER, InProcess
+from tests.support.fleet.core_fleet import CoreFleet
+from tests.support.fleet.findings import xid
+from tests.support.fleet.in_process_fleet import resume, running_job
 
 Samples = dict[str, list[tuple[dict[str, str], float]]]
 
@@ -35,8 +36,8 @@ def samples(families: Iterable[Metric]) -> Samples:
     found: Samples = {}
     for family in families:
         found.setdefault(family.name.removeprefix("everstep_controller_"), [])
-        for one in family.samples:
-            found[family.name.removeprefix("everstep_controller_")].append((one.labels, one.value))
+        for sample in family.samples:
+            found[family.name.removeprefix("everstep_controller_")].append((sample.labels, sample.value))
     return found
 
 
@@ -51,14 +52,6 @@ def test_unfit_node_has_rule_reason_and_next_step() -> None:
     assert labels["rule"] == "gpu.xid"
     assert labels["reason"] == record.sentence[: bounded_families.REASON_CHARACTERS]
     assert labels["next"] in {*Action, *NextStep}
-
-
-def test_healthy_fleet_has_racks_at_zero_and_no_node() -> None:
-    fleet = CoreFleet()
-    fleet.register("n1", "n2")
-    found = samples(node_families(fleet.state, fleet.now))
-    assert found["node_unfit_since_timestamp_seconds"] == []
-    assert {value for _, value in found["rack_unfit_nodes"]} == {0}
 
 
 def test_families_of_nodes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,39 +73,17 @@ def test_latest_ranks_are_those_that_others_wait_for() -> None:
     seats = fleet.seats()
     for rank, node in enumerate(seats):
         busy_s = 0.9 if rank == 2 else 0.1
-        one = RankProgress(job="job", generation=1, rank=rank, step=3, step_s=1.0, busy_s=busy_s)
-        fleet.beat(node, ranks=(one,))
+        progress = RankProgress(job="job", generation=1, rank=rank, step=3, step_s=1.0, busy_s=busy_s)
+        fleet.beat(node, ranks=(progress,))
     late = late_ranks(fleet.state, fleet.job())
     assert late is not None
     assert (late.median_s, late.slowest[0]) == (0.1, (2, seats[2], 0.9))
     assert len(late.slowest) == 4
 
 
-def test_run_without_measured_ranks_has_no_late_ranks() -> None:
-    fleet = CoreFleet()
-    fleet.start(2)
-    assert late_ranks(fleet.state, fleet.job()) is None
-
-
-def test_probe_results_start_at_zero_and_count_once() -> None:
-    tracker = ProbeTracker()
-    found = samples(probe_families(tracker))
-    assert found["probes"] == [({"result": "passed"}, 0), ({"result": "failed"}, 0)]
-    assert found["probe_bandwidth_bytes_per_second"] == [({}, 0.0)]
-    probe = RunProbe(probe="probe-1", nodes=("a", "b"), store="a:1")
-    tracker.record_started(probe, 1.0)
-    for node in ("a", "b", "b"):
-        rows = ((1024, 0.001, 5e8), (1 << 20, 0.01, 9e9))
-        tracker.record_result(node, ProbeFinished(probe="probe-1", ok=True, rows=rows))
-    found = samples(probe_families(tracker))
-    assert found["probes"] == [({"result": "passed"}, 1), ({"result": "failed"}, 0)]
-    assert found["probe_bandwidth_bytes_per_second"] == [({}, 9e9)]
-    assert found["probe_latency_seconds"] == [({}, 0.001)]
-
-
 def test_phases_of_the_newest_recovery_are_shown(tmp_path: Path) -> None:
     with TestClient(InProcess(f"sqlite:///{tmp_path / 'c.db'}")) as client:
-        speakers = running_job(client, "n1", "n2")
+        agents = running_job(client, "n1", "n2")
 
         def phases() -> dict[str, float]:
             lines = client.get("/metrics", headers=VIEWER).text.splitlines()
@@ -121,8 +92,8 @@ def test_phases_of_the_newest_recovery_are_shown(tmp_path: Path) -> None:
 
         assert phases() == dict.fromkeys((*RECOVERY_PHASES, "other"), 0.0)
         lost = RankLost(job="j", at=1.0, generation=1, rank=1, local_rank=0, detail="killed", signal=9, trace="k-1")
-        speakers[1].report(lost)
-        resume(speakers, 2)
+        agents[1].report(lost)
+        resume(agents, 2)
         assert phases()["rendezvous"] == 0.02
         assert phases()["restore"] == 0.02
 
@@ -132,3 +103,40 @@ def test_documentation_explains_every_next_step() -> None:
     section = page.split("### What a node waits for", 1)[1].split("\n### ", 1)[0]
     rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
     assert {word for row in rows for word in re.findall(r"`(\w+)`", row)} == {*NextStep, *Action}
+
+
+PREFIX = "everstep_controller_"
+LATER = {str(reason) for reason in GenerationReason} - {"formed"}
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[TestClient]:
+    with TestClient(InProcess(f"sqlite:///{tmp_path / 'c.db'}")) as client:
+        yield client
+
+
+def series(client: TestClient, name: str, label: str, **labels: str) -> dict[str, float]:
+    """The samples of ``name`` that have ``labels``, by the value of ``label``."""
+    text = client.get("/metrics", headers=VIEWER).text
+    return {
+        sample.labels[label]: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == PREFIX + name and labels.items() <= sample.labels.items()
+    }
+
+
+def test_counters_by_known_labels_start_at_zero(client: TestClient) -> None:
+    assert series(client, "verdicts_total", "decision") == {str(decision): 0.0 for decision in Decision}
+    assert series(client, "reports_ignored_total", "reason") == dict.fromkeys(get_args(Ignored), 0.0)
+    assert series(client, "recovery_seconds_count", "reason") == dict.fromkeys(LATER, 0.0)
+    assert set(series(client, "events_total", "kind")) == {kind.__name__ for kind in get_args(ev.Event)}
+
+
+def test_first_generation_counts_as_no_recovery(client: TestClient) -> None:
+    """A run's first generation is no recovery, and events that are read twice count once."""
+    running_job(client, "n1")
+    first = series(client, "recoveries_total", "reason", run="j")
+    body = msgspec.json.encode(op.ReasonOnlyRequest(reason="done"))
+    assert client.post("/v1/jobs/j/stop", content=body, headers=OPERATOR).status_code == 200
+    assert series(client, "recoveries_total", "reason", run="j") == first

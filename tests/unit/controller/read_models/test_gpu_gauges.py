@@ -1,16 +1,14 @@
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from everstep_controller.read_models.gpu_gauges import GpuGaugeTable
 from starlette.testclient import TestClient
 
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.agent import MAX_GAUGED_GPUS, Gpu, GpuGauges
-from tests.support.controllers import VIEWER, InProcess, Refused, Speaker, get
+from tests.support.fleet.controllers import LONG_SILENCE_POLICY, VIEWER, AgentClient, InProcess, Refused, get
 
 GPUS = tuple(
     Gpu(index=number, uuid=f"GPU-{number}", name="H200", pci_bus_id=f"0000:0{number}:00.0", memory_bytes=141 << 30)
@@ -21,7 +19,7 @@ HOT = GpuGauges(index=1, temperature_c=91, power_w=700.0, throttled_by=("hardwar
 
 @pytest.fixture
 def served(tmp_path: Path) -> InProcess:
-    return InProcess(f"sqlite:///{tmp_path / 'c.db'}")
+    return InProcess(f"sqlite:///{tmp_path / 'c.db'}", policy=LONG_SILENCE_POLICY)
 
 
 @pytest.fixture
@@ -31,16 +29,17 @@ def client(served: InProcess) -> Iterator[TestClient]:
 
 
 def gpus_of(client: TestClient, node: str = "n1") -> op.NodeGpus:
-    return get(client, f"/v1/nodes/{node}/gpus", op.NodeGpus)
+    gpus: op.NodeGpus = get(client, f"/v1/nodes/{node}/gpus", op.NodeGpus)
+    return gpus
 
 
 def test_node_shows_its_newest_gauges(client: TestClient) -> None:
-    speaker = Speaker(client, "n1")
-    speaker.register(gpus=GPUS)
+    agent = AgentClient(client, "n1")
+    agent.register(gpus=GPUS)
     assert gpus_of(client).received_at is None
     assert [gpu.temperature_c for gpu in gpus_of(client).gpus] == [None, None]
-    speaker.beat(findings=(), gpu_gauges=(HOT,))
-    speaker.beat()
+    agent.beat(findings=(), gpu_gauges=(HOT,))
+    agent.beat()
     found = gpus_of(client)
     assert found.received_at is not None
     assert found.gpus[0] == op.GpuStatus(index=0, uuid="GPU-0", name="H200", memory_bytes=141 << 30)
@@ -48,50 +47,22 @@ def test_node_shows_its_newest_gauges(client: TestClient) -> None:
     assert found.gpus[1].throttled_by == ("hardware_thermal",)
 
 
-def test_gauges_change_no_tag_and_write_nothing(served: InProcess, client: TestClient) -> None:
-    speaker = Speaker(client, "n1")
-    speaker.register(gpus=GPUS)
-    speaker.beat(findings=())
+def test_gauges_change_no_etag_and_write_nothing(served: InProcess, client: TestClient) -> None:
+    agent = AgentClient(client, "n1")
+    agent.register(gpus=GPUS)
+    agent.beat(findings=())
     before = client.get("/v1/nodes/n1", headers=VIEWER).headers["etag"]
     assert served.controller is not None
     commits = served.controller.metrics.registry.get_sample_value("everstep_controller_commit_seconds_count")
-    speaker.beat(gpu_gauges=(HOT,))
+    agent.beat(gpu_gauges=(HOT,))
     assert client.get("/v1/nodes/n1", headers=VIEWER).headers["etag"] == before
     after = served.controller.metrics.registry.get_sample_value("everstep_controller_commit_seconds_count")
     assert after == commits
 
 
-def test_gauges_of_an_older_incarnation_are_not_kept(client: TestClient) -> None:
-    Speaker(client, "n1", incarnation=2).register(gpus=GPUS)
-    with pytest.raises(Refused):
-        Speaker(client, "n1", incarnation=1).beat(gpu_gauges=(HOT,))
-    with pytest.raises(Refused):
-        Speaker(client, "n2").beat(gpu_gauges=(HOT,))
-    assert gpus_of(client).received_at is None
-
-
 def test_gauges_of_too_many_gpus_are_refused(client: TestClient) -> None:
-    speaker = Speaker(client, "n1")
-    speaker.register(gpus=GPUS)
-    speaker.beat(gpu_gauges=(HOT,) * MAX_GAUGED_GPUS)
+    agent = AgentClient(client, "n1")
+    agent.register(gpus=GPUS)
+    agent.beat(gpu_gauges=(HOT,) * MAX_GAUGED_GPUS)
     with pytest.raises(Refused, match=f"length <= {MAX_GAUGED_GPUS}"):
-        speaker.beat(gpu_gauges=(HOT,) * (MAX_GAUGED_GPUS + 1))
-
-
-def test_gauges_of_eight_gpus_take_little_memory() -> None:
-    table = GpuGaugeTable()
-    full = GpuGauges(
-        index=7,
-        temperature_c=61,
-        memory_temperature_c=72,
-        power_w=644.5,
-        power_limit_w=700.0,
-        utilization=0.98,
-        memory_used_bytes=112 << 30,
-        sm_clock_mhz=1755,
-        memory_clock_mhz=2619,
-        ecc_corrected=10**6,
-        ecc_uncorrected=0,
-    )
-    table.record("n1", (full,) * 8, 1e9)
-    assert sys.getsizeof(table._newest["n1"][1]) < 600
+        agent.beat(gpu_gauges=(HOT,) * (MAX_GAUGED_GPUS + 1))

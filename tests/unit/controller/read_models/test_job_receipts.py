@@ -1,4 +1,4 @@
-"""What failures cost: the one formula of it, and the receipt that the controller makes of its records."""
+"""The cost of failures by one formula, and the receipt that the controller makes from its records."""
 
 from __future__ import annotations
 
@@ -8,13 +8,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from everstep_controller.read_models.receipts import (
-    RestartModel,
-    make_receipt,
-    mistaken_traces,
-    priced_recoveries,
-    repeated_steps,
-)
 from starlette.testclient import TestClient
 
 from everstep.ids import Version
@@ -22,9 +15,16 @@ from everstep.receipts.text import describe_rest, summary_lines
 from everstep.vocabulary import Action, Decision, GenerationReason, JobState, Verdict
 from everstep.wire.v1.operator import GenerationRecovery, JobDetail, JobSummary, ProgressSample
 from everstep.wire.v1.receipts import JobReceipt
-from everstep.wire.v1.training import FindingRaised, JobSpec, RankFinished, RankLost, RankProgress
-from tests.support.controllers import VIEWER, InProcess, get, joined
-from tests.support.spoken import FELL_OFF, fleet, resume, running_job
+from everstep.wire.v1.training import FindingRaised, JobSpec, RankProgress
+from everstep_controller.read_models.receipts import (
+    RestartModel,
+    make_receipt,
+    mistaken_traces,
+    priced_recoveries,
+    repeated_steps,
+)
+from tests.support.fleet.controllers import VIEWER, InProcess, get, joined
+from tests.support.fleet.in_process_fleet import FELL_OFF, fleet, resume, running_job
 
 
 def recovery(generation: int, decided_at: float, duration_s: float | None, **more: Any) -> GenerationRecovery:
@@ -36,28 +36,20 @@ FORMED = recovery(1, 1000.0, 10.0, reason=GenerationReason.FORMED)
 
 
 def detail(*recoveries: GenerationRecovery, state: JobState = JobState.FINISHED, **more: Any) -> JobDetail:
-    one = JobSummary(job="j", state=state, generation=3, world_size=4, nodes=2, step=60, step_s=0.5, reason="over")
+    summary = JobSummary(job="j", state=state, generation=3, world_size=4, nodes=2, step=60, step_s=0.5, reason="over")
     fields = {"created_at": 990.0, "since": 5010.0} | more
-    return JobDetail(summary=one, spec=JobSpec(job="j"), recoveries=(FORMED, *recoveries), **fields)
+    return JobDetail(summary=summary, spec=JobSpec(job="j"), recoveries=(FORMED, *recoveries), **fields)
 
 
 def made(
-    told: JobDetail,
+    job_detail: JobDetail,
     *samples: tuple[float, int],
     until: float = 9999.0,
     every_s: float = 1800.0,
     restart_s: float = 60.0,
 ) -> JobReceipt:
     progress = [ProgressSample(at=at, generation=1, step=step, world_size=4, loss=1.5) for at, step in samples]
-    return make_receipt(told, progress, (), (), until=until, gpus=4, model=RestartModel(every_s, restart_s))
-
-
-def test_undisturbed_run_is_all_effective() -> None:
-    receipt = made(detail())
-    assert (receipt.result, receipt.sentence, receipt.duration_s) == ("finished", "over", 4020.0)
-    assert (receipt.costs.stepping_s, receipt.costs.lost_s, receipt.costs.effective_share) == (4000.0, 0.0, 1.0)
-    assert receipt.costs.saved_rank_s == 0.0
-    assert [(one.generation, one.ranks) for one in receipt.sizes] == [(1, 4)]
+    return make_receipt(job_detail, progress, (), (), until=until, gpus=4, model=RestartModel(every_s, restart_s))
 
 
 def test_costs_add_up_over_recoveries() -> None:
@@ -68,23 +60,23 @@ def test_costs_add_up_over_recoveries() -> None:
     assert (costs.restart_lost_s, costs.restart_lost_rank_s) == (160.0 + 260.0, 4 * 160.0 + 2 * 260.0)
     assert costs.saved_rank_s == 4 * 160.0 + 2 * 260.0 - 14.0
     assert costs.effective_share == 1 - 5.0 / 4000.0
-    assert [(one.generation, one.ranks) for one in receipt.sizes] == [(1, 4), (3, 2)]
+    assert [(size.generation, size.ranks) for size in receipt.sizes] == [(1, 4), (3, 2)]
 
 
 def test_other_restarts_can_be_compared() -> None:
-    (one,) = made(detail(recovery(2, 1710.0, 2.0)), every_s=300.0, restart_s=5.0).recoveries
-    assert one.restart_lost_s == 5.0 + 100.0
+    (entry,) = made(detail(recovery(2, 1710.0, 2.0)), every_s=300.0, restart_s=5.0).recoveries
+    assert entry.restart_lost_s == 5.0 + 100.0
 
 
 def test_repeated_steps_cost_their_time() -> None:
-    told = detail(recovery(2, 1110.0, 2.0, restored=Version(1, 40)))
-    (one,) = made(told, (1050.0, 20), (1109.0, 46), (1120.0, 47)).recoveries
-    assert (one.repeated_steps, one.lost_s) == (6, 2.0 + 6 * 0.5)
+    shown = detail(recovery(2, 1110.0, 2.0, restored=Version(1, 40)))
+    (entry,) = made(shown, (1050.0, 20), (1109.0, 46), (1120.0, 47)).recoveries
+    assert (entry.repeated_steps, entry.lost_s) == (6, 2.0 + 6 * 0.5)
 
 
 def test_steps_of_an_earlier_recovery_count_once() -> None:
-    told = detail(recovery(2, 1110.0, 2.0, restored=Version(1, 40)), recovery(3, 1130.0, 2.0, restored=Version(2, 44)))
-    _, second = made(told, (1050.0, 20), (1109.0, 46), (1129.0, 45), (1140.0, 46)).recoveries
+    shown = detail(recovery(2, 1110.0, 2.0, restored=Version(1, 40)), recovery(3, 1130.0, 2.0, restored=Version(2, 44)))
+    _, second = made(shown, (1050.0, 20), (1109.0, 46), (1129.0, 45), (1140.0, 46)).recoveries
     assert second.repeated_steps == 1
 
 
@@ -96,16 +88,19 @@ def test_repeated_steps_are_unknown_without_earlier_samples() -> None:
 
 
 def test_repeated_steps_come_from_surviving_ranks() -> None:
-    told = detail(recovery(2, 1110.0, 2.0, restored=Version(1, 40), finished_step=49))
-    (one,) = made(told, (1050.0, 20), (1109.0, 46)).recoveries
-    assert one.repeated_steps == 9
+    shown = detail(recovery(2, 1110.0, 2.0, restored=Version(1, 40), finished_step=49))
+    (entry,) = made(shown, (1050.0, 20), (1109.0, 46)).recoveries
+    assert entry.repeated_steps == 9
 
 
 @pytest.mark.parametrize("reason", ["growth", "operator", "placement", "priority", "straggler"])
 def test_planned_regroups_are_not_priced_as_failures(reason: str) -> None:
     receipt = made(detail(recovery(2, 1110.0, 2.0), recovery(3, 1210.0, 3.0, reason=GenerationReason(reason))))
     assert (receipt.recovery_count, receipt.other_regroups) == (1, 1)
-    assert [(one.is_failure, one.restart_lost_s) for one in receipt.recoveries] == [(True, 160.0), (False, 0.0)]
+    assert [(recovery.is_failure, recovery.restart_lost_s) for recovery in receipt.recoveries] == [
+        (True, 160.0),
+        (False, 0.0),
+    ]
     assert (receipt.costs.lost_s, receipt.costs.restart_lost_s) == (5.0, 160.0)
 
 
@@ -136,7 +131,7 @@ def test_rolled_back_eviction_is_not_priced() -> None:
     priced = priced_recoveries(
         regroups, [], began_at=1000.0, ended_at=2000.0, step_s=0.5, model=model, mistaken=mistaken
     )
-    assert [one.is_failure for one in priced] == [True, False, True]
+    assert [recovery.is_failure for recovery in priced] == [True, False, True]
 
 
 def test_training_up_to_a_boundary_is_not_lost() -> None:
@@ -148,46 +143,18 @@ def test_training_up_to_a_boundary_is_not_lost() -> None:
         phases_s={"rendezvous": 0.1, "restore": 0.05},
         after_step=46,
     )
-    (one,) = made(detail(evicted)).recoveries
-    assert one.duration_s == 0.5
-    assert one.lost_s == pytest.approx(0.15)
-    assert describe_rest(one) == "all ranks train on until step 46"
+    (entry,) = made(detail(evicted)).recoveries
+    assert entry.duration_s == 0.5
+    assert entry.lost_s == pytest.approx(0.15)
+    assert describe_rest(entry) == "all ranks train on until step 46"
 
 
 def test_stopped_job_is_stopped_and_not_failed() -> None:
-    told = detail(state=JobState.FAILED)
-    told = msgspec.structs.replace(told, summary=msgspec.structs.replace(told.summary, is_stopped=True))
-    receipt = made(told)
+    shown = detail(state=JobState.FAILED)
+    shown = msgspec.structs.replace(shown, summary=msgspec.structs.replace(shown.summary, is_stopped=True))
+    receipt = made(shown)
     assert (receipt.result, receipt.outcome) == ("failed", "stopped")
     assert summary_lines(receipt)[0].startswith("job j stopped at step 60: ")
-
-
-def test_incomplete_recovery_lasts_until_the_end() -> None:
-    (one,) = made(detail(recovery(2, 5000.0, None), state=JobState.FAILED)).recoveries
-    assert (one.duration_s, one.lost_s) == (None, 10.0)
-    assert made(detail(recovery(2, 5000.0, None), state=JobState.RUNNING), until=5003.0).recoveries[0].lost_s == 3.0
-
-
-def test_nothing_after_the_time_of_the_account_counts() -> None:
-    receipt = made(detail(recovery(2, 1110.0, 2.0), recovery(3, 2000.0, 1.0), state=JobState.RUNNING), until=1500.0)
-    assert (receipt.result, receipt.ended_at, receipt.recovery_count) == ("running", 1500.0, 1)
-
-
-def test_recoveries_of_an_earlier_run_do_not_count() -> None:
-    before = recovery(9, 500.0, 99.0)
-    told = detail(recovery(2, 1110.0, 2.0))
-    receipt = made(msgspec.structs.replace(told, recoveries=(before, *told.recoveries)))
-    assert [one.generation for one in receipt.recoveries] == [2]
-
-
-def test_last_loss_and_step_time_come_from_the_samples() -> None:
-    told = detail()
-    told = msgspec.structs.replace(told, summary=msgspec.structs.replace(told.summary, step_s=0.0))
-    receipt = made(told, (1050.0, 20))
-    assert (receipt.loss, receipt.step_s) == (1.5, 0.0)
-
-
-# --- of the controller's records
 
 
 @pytest.fixture
@@ -197,38 +164,26 @@ def client(tmp_path: Path) -> Iterator[TestClient]:
 
 
 def test_receipt_names_eviction_with_rule_and_evidence(client: TestClient) -> None:
-    speakers = running_job(client, "n1", "n2", spare="n3")
+    agents = running_job(client, "n1", "n2", spare="n3")
     progress = RankProgress(job="j", generation=1, rank=1, step=7, step_s=0.5, loss=2.25, until_step=500)
-    speakers[1].beat(ranks=(progress,))
+    agents[1].beat(ranks=(progress,))
     receipt = get(client, "/v1/jobs/j/receipt", JobReceipt)
     assert (receipt.result, receipt.recovery_count, receipt.evictions) == ("running", 0, ())
     assert (receipt.loss, receipt.until_step, receipt.ranks, receipt.nodes) == (2.25, 500, 2, 2)
-    speakers[0].report(FindingRaised(finding=FELL_OFF))
-    resume([speakers[2], speakers[1]], 2)
+    agents[0].report(FindingRaised(finding=FELL_OFF))
+    resume([agents[2], agents[1]], 2)
     receipt = get(client, "/v1/jobs/j/receipt?checkpoint_interval_s=600&restart_s=30", JobReceipt)
     (eviction,) = receipt.evictions
     assert (eviction.node, eviction.rule, eviction.evidence) == ("n1", FELL_OFF.rule, FELL_OFF.message)
     assert (receipt.costs.checkpoint_interval_s, receipt.costs.restart_s) == (600.0, 30.0)
-    assert [one.reason for one in receipt.recoveries] == [GenerationReason.NODE_EVICTED]
+    assert [recovery.reason for recovery in receipt.recoveries] == [GenerationReason.NODE_EVICTED]
     assert receipt.costs.saved_rank_s > 0
 
 
-def test_receipt_of_a_finished_job_ends_with_it(client: TestClient) -> None:
-    speakers = running_job(client, "n1", "n2")
-    lost = RankLost(job="j", at=1.0, generation=1, rank=1, local_rank=0, detail="killed", signal=9, trace="kill-1")
-    speakers[1].report(lost)
-    resume(speakers, 2)
-    for rank, speaker in enumerate(speakers):
-        speaker.report(RankFinished(job="j", at=1.0, generation=2, rank=rank, step=60))
-    first, second = (get(client, "/v1/jobs/j/receipt", JobReceipt) for _ in range(2))
-    assert (first.result, first.steps, first.recovery_count) == ("finished", 60, 1)
-    assert first == second
-
-
 def test_job_that_restarts_its_script_has_no_receipt(client: TestClient) -> None:
-    """Only the script knows from where it continues, so what a loss cost is not known."""
-    (speaker,) = fleet(client, "n1")
-    speaker.report(joined("j", 1.0, restarts_script=True))
+    """Only the script knows the step from which it continues, so the cost of a loss is unknown."""
+    (agent,) = fleet(client, "n1")
+    agent.report(joined("j", 1.0, restarts_script=True))
     answer = client.get("/v1/jobs/j/receipt", headers=VIEWER)
     assert answer.status_code == 404
     assert "continues from its own checkpoint" in answer.text

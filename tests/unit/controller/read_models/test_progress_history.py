@@ -6,14 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from everstep_controller.read_models.fleet_views import SAMPLES_KEPT, ProgressRecorder
 from starlette.testclient import TestClient
 
-from everstep.vocabulary import JobState
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.training import RankProgress
-from tests.support.controllers import InProcess, get
-from tests.support.spoken import running_job
+from everstep_controller.read_models.fleet_views import SAMPLES_KEPT, ProgressRecorder
+from tests.support.fleet.controllers import InProcess, get
+from tests.support.fleet.in_process_fleet import running_job
 
 
 class Played:
@@ -43,23 +42,18 @@ def progress(step: int, loss: float) -> RankProgress:
 
 
 def test_sample_holds_step_loss_and_size(client: TestClient) -> None:
-    (speaker,) = running_job(client, "n1")
+    (agent,) = running_job(client, "n1")
     played = Played(client)
     for step in (4, 6):
-        speaker.beat(ranks=(progress(step, 1.0 / step),))
+        agent.beat(ranks=(progress(step, 1.0 / step),))
         played.sample()
     history = played.recorder.history("j")
-    assert [(one.step, one.loss, one.step_s) for one in history.samples] == [(4, 0.25, 0.5), (6, 1 / 6, 0.5)]
-    assert {(one.generation, one.world_size) for one in history.samples} == {(1, 1)}
-    assert [one.step for one in played.recorder.history("j", since=history.samples[0].at).samples] == [6]
-
-
-def test_sample_waits_for_its_interval(client: TestClient) -> None:
-    running_job(client, "n1")
-    played = Played(client)
-    for _ in range(4):
-        played.sample(0.5)
-    assert len(played.recorder.history("j").samples) == 2
+    assert [(sample.step, sample.loss, sample.step_s) for sample in history.samples] == [
+        (4, 0.25, 0.5),
+        (6, 1 / 6, 0.5),
+    ]
+    assert {(sample.generation, sample.world_size) for sample in history.samples} == {(1, 1)}
+    assert [sample.step for sample in played.recorder.history("j", since=history.samples[0].at).samples] == [6]
 
 
 def test_samples_are_thinned_when_too_many(client: TestClient) -> None:
@@ -71,15 +65,6 @@ def test_samples_are_thinned_when_too_many(client: TestClient) -> None:
     assert SAMPLES_KEPT // 2 <= len(history.samples) <= SAMPLES_KEPT
     assert history.samples[0].at == 1001.0
     assert history.interval_s >= 4.0
-
-
-def test_only_running_jobs_are_sampled(client: TestClient) -> None:
-    running_job(client, "n1")
-    played = Played(client)
-    played.sample()
-    played.state.jobs["j"].status.state = JobState.FINISHED
-    played.sample()
-    assert len(played.recorder.history("j").samples) == 1
 
 
 def test_new_run_of_a_job_begins_anew(client: TestClient) -> None:
@@ -104,10 +89,11 @@ def test_route_answers_samples_of_a_job(client: TestClient) -> None:
     assert client.get("/v1/jobs/k/progress").status_code in (401, 404)
 
 
-def test_job_shows_its_times_and_busy_ranks(client: TestClient) -> None:
-    (speaker,) = running_job(client, "n1")
-    busy = RankProgress(job="j", generation=1, rank=0, step=5, step_s=0.5, busy_s=0.3)
-    speaker.beat(ranks=(busy,))
+def test_job_shows_its_times_and_what_ranks_report(client: TestClient) -> None:
+    (agent,) = running_job(client, "n1")
+    busy = RankProgress(job="j", generation=1, rank=0, step=5, step_s=0.5, busy_s=0.3, snapshot_every=4)
+    agent.beat(ranks=(busy,))
     detail = get(client, "/v1/jobs/j", op.JobDetail)
     assert detail.ranks[0].busy_s == 0.3
+    assert detail.ranks[0].snapshot_every == 4
     assert 0 < detail.created_at <= detail.since

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from everstep.ids import Version
 from everstep_controller.core.records import VersionRecord
 from everstep_controller.read_models.run_totals import RunActivity, RunTotals
-
-from everstep.ids import Version
-from tests.support.core_fleet import CoreFleet
+from tests.support.fleet.core_fleet import CoreFleet
 
 
 def test_seconds_follow_a_run_through_a_rank_loss() -> None:
@@ -28,24 +27,6 @@ def test_seconds_follow_a_run_through_a_rank_loss() -> None:
         RunActivity.RECOVERING: 3.0,
         RunActivity.PAUSED: 0.0,
     }
-
-
-def test_ended_run_spends_no_more_time() -> None:
-    fleet, totals = CoreFleet(), RunTotals()
-    fleet.start(2)
-    totals.record_state(fleet.job(), 10.0)
-    fleet.finish(0, 1)
-    totals.record_state(fleet.job(), 20.0)
-    totals.record_state(fleet.job(), 500.0)
-    assert sum(totals.seconds("job").values()) == 10.0
-
-
-def test_clock_that_goes_back_takes_no_time_away() -> None:
-    fleet, totals = CoreFleet(), RunTotals()
-    fleet.start(2)
-    for now in (10.0, 20.0, 15.0, 21.0):
-        totals.record_state(fleet.job(), now)
-    assert totals.seconds("job")[RunActivity.TRAINING] == 11.0
 
 
 def test_committed_bytes_count_before_the_first_state() -> None:

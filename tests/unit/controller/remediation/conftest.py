@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support import slurm
+from tests.support.services import slurm
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""What stands wrong is posted when it changes, and again now and then, in the form of Alertmanager's webhooks."""
+"""Alerts in the form of Alertmanager's webhooks: posted on change, and repeated now and then."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ from typing import Any
 
 import msgspec
 import pytest
+from starlette.testclient import TestClient
+
+from everstep.errors import ConfigurationError, Unavailable
+from everstep.vocabulary import Action, FindingKind, Mode
+from everstep.wire.v1 import operator as op
+from everstep.wire.v1.training import FindingCleared, FindingRaised
 from everstep_controller.config import ControllerSettings
 from everstep_controller.core.events import DatabaseAvailabilityChanged, OperatorAction, SchedulerStateChanged
 from everstep_controller.core.needs import list_needs
@@ -30,19 +36,12 @@ from everstep_controller.remediation.alerts import (
 from everstep_controller.remediation.remediator import CORDON_OWNER, CordonStatus, DryRunRemediator
 from everstep_controller.remediation.service import CordonObserver
 from everstep_controller.remediation.webhook import HttpReceiver
-from everstep_controller.store.database_errors import DatabaseUnavailable, LeadershipLost
+from everstep_controller.store.database_errors import DatabaseUnavailable
 from everstep_controller.store.rows import AlertRow, LoadedState
-from starlette.testclient import TestClient
-
-from everstep.errors import ConfigurationError, Unavailable
-from everstep.vocabulary import Action, FindingKind, Mode
-from everstep.wire.v1 import operator as op
-from everstep.wire.v1.agent import Gpu
-from everstep.wire.v1.training import FindingCleared, FindingRaised
-from tests.support.controllers import InProcess, Speaker, post
-from tests.support.core_fleet import CoreFleet
-from tests.support.findings import uncorrectable_ecc, xid
-from tests.unit.docs.test_documents import anchors
+from tests.support.documents.markdown import anchors
+from tests.support.fleet.controllers import AgentClient, InProcess, post
+from tests.support.fleet.core_fleet import CoreFleet
+from tests.support.fleet.findings import uncorrectable_ecc, xid
 
 ROOT = Path(__file__).parents[4]
 
@@ -83,13 +82,13 @@ class Inbox:
         return 200
 
     def wait_for(self, status: str) -> None:
-        """Until the newest thing said of a node is that its alert has this status."""
+        """Wait until the newest alert of a node has this status."""
         with self._came:
             assert self._came.wait_for(lambda: self._newest() == status, 30.0), self.posts
 
     def _newest(self) -> str:
-        told = [alert for body in self.posts for alert in body["alerts"] if "node" in alert["labels"]]
-        return str(told[-1]["status"]) if told else ""
+        of_nodes = [alert for body in self.posts for alert in body["alerts"] if "node" in alert["labels"]]
+        return str(of_nodes[-1]["status"]) if of_nodes else ""
 
     def close(self) -> None:
         self._server.shutdown()
@@ -105,7 +104,7 @@ def inbox() -> Iterator[Inbox]:
 
 
 class Watch:
-    """Alerting over a fleet, by the controllers that lead it one after another. ``kept``: what its database has."""
+    """Alerting over a fleet with successive leaders. ``kept``: the rows in its database."""
 
     def __init__(self, inbox: Inbox) -> None:
         self.fleet = CoreFleet()
@@ -131,7 +130,7 @@ class Watch:
             outbox=[],
             acknowledged_reports={},
             poisoned=frozenset(),
-            newest_audit=0,
+            newest_event=0,
             newest_at=self.fleet.now,
             versions=[],
             alerts=list(self.kept.values()),
@@ -148,10 +147,10 @@ class Watch:
             on_failure=self._failed,
         )
 
-    async def _write(self, told: list[AlertRow], over: list[str]) -> None:
+    async def _write(self, rows: list[AlertRow], over: list[str]) -> None:
         if self.trouble is not None:
             raise self.trouble
-        self.kept |= {row.fingerprint: row for row in told}
+        self.kept |= {row.fingerprint: row for row in rows}
         for fingerprint in over:
             self.kept.pop(fingerprint, None)
 
@@ -168,14 +167,6 @@ class Watch:
 
 def _names(post: dict[str, Any]) -> list[tuple[str, str]]:
     return [(alert["labels"]["alertname"], alert["status"]) for alert in post["alerts"]]
-
-
-def test_healthy_fleet_posts_no_alert(inbox: Inbox) -> None:
-    watch = Watch(inbox)
-    watch.look()
-    watch.fleet.now += REPEAT_S + 1
-    watch.look()
-    assert inbox.posts == []
 
 
 def test_alert_of_evicted_node_fires_repeats_and_resolves(inbox: Inbox) -> None:
@@ -211,22 +202,6 @@ def test_failed_alert_post_is_retried(inbox: Inbox) -> None:
     assert [_names(post) for post in inbox.posts] == [[("EverstepNodeOutOfService", "firing")]]
 
 
-def test_unexpected_alert_error_is_counted_and_retried(inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    watch = Watch(inbox)
-    watch.fleet.raise_finding("n2", xid())
-
-    def broken(*_: object) -> tuple[int, bytes]:
-        raise UnicodeError("label too long")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(HttpReceiver, "request", broken)
-        watch.look()
-    assert watch.failures == 1
-    watch.fleet.now += RETRY_S
-    watch.look()
-    assert [_names(post) for post in inbox.posts] == [[("EverstepNodeOutOfService", "firing")]]
-
-
 def test_alerts_list_outage_breaker_and_paused_job(inbox: Inbox) -> None:
     fleet = CoreFleet()
     fleet.start(2, min_nodes=2)
@@ -247,40 +222,14 @@ def test_alert_of_evicted_node_names_its_holder() -> None:
     assert alert.summary.endswith("evicted; ada ordered to hold n2: because")
 
 
-def test_alert_of_a_deferred_eviction_names_node_gpu_and_finding(inbox: Inbox) -> None:
-    watch = Watch(inbox)
-    watch.fleet = CoreFleet()
-    watch.fleet.start(2, min_nodes=2)
-    watch.fleet.state.nodes["n1"].identity.gpus = (
-        Gpu(index=3, uuid="GPU-0", name="H100", memory_bytes=1, pci_bus_id="0000:1b:00", serial=""),
-    )
-    watch.fleet.raise_finding("n1", uncorrectable_ecc())
-    watch.begin()
-    watch.alerting.docs_url = "https://docs.example.com/"
-    watch.look()
-    (alert,) = [one for one in inbox.posts[0]["alerts"] if one["status"] == "firing"]
-    assert alert["labels"] == {
-        "alertname": "EverstepEvictionDeferred",
-        "severity": "critical",
-        "node": "n1",
-        "gpu": "3",
-        "finding": "gpu.ecc_uncorrectable",
-    }
-    said = alert["annotations"]
-    assert said["summary"].startswith("n1 serves with gpu.ecc_uncorrectable on GPU 3 (an uncorrectable error)")
-    assert said["description"].endswith("Begin with: everstep node evict n1 --reason WHY")
-    assert said["runbook_url"] == "https://docs.example.com/how-to/runbook.html#everstepevictionsdeferred"
-    assert said["needs_person"] == "yes"
-
-
-def test_alerts_are_the_needs_and_nodes_that_return_by_themselves() -> None:
+def test_alerts_list_needs_and_recovering_nodes() -> None:
     fleet = CoreFleet()
     fleet.register(*(f"n{number}" for number in range(1, 41)))
     fleet.raise_finding("n1", msgspec.structs.replace(uncorrectable_ecc(), mode=Mode.OBSERVE))
     hot = {"kind": FindingKind.GPU_TEMPERATURE, "action": Action.DRAIN, "message": "95 C"}
     fleet.raise_finding("n2", msgspec.structs.replace(uncorrectable_ecc(), **hot))
     alerts = active_alerts(fleet.state, fleet.now)
-    assert [(one.labels["alertname"], one.labels["node"], one.needs_person) for one in alerts] == [
+    assert [(alert.labels["alertname"], alert.labels["node"], alert.needs_person) for alert in alerts] == [
         ("EverstepCriticalFinding", "n1", True),
         ("EverstepNodeOutOfService", "n2", False),
     ]
@@ -294,7 +243,7 @@ def test_runbook_has_a_heading_for_each_alert() -> None:
 
 
 def test_alerts_link_to_the_address_of_the_documentation() -> None:
-    (line,) = [one for one in (ROOT / "mkdocs.yml").read_text().splitlines() if one.startswith("site_url:")]
+    (line,) = [line for line in (ROOT / "mkdocs.yml").read_text().splitlines() if line.startswith("site_url:")]
     assert ControllerSettings().docs_url == line.split()[1]
 
 
@@ -306,8 +255,8 @@ def test_alert_posts_are_bounded_with_resolved_first() -> None:
     made = list(build_posts(_many("X", MAX_ALERTS_PER_POST), _many("Y", MAX_ALERTS_PER_POST + 7), 1.0, "http://c"))
     bodies = [json.loads(body) for body, _ in made]
     assert [len(body["alerts"]) for body in bodies] == [MAX_ALERTS_PER_POST, MAX_ALERTS_PER_POST, 7]
-    told = [(alert["labels"]["alertname"], alert["status"]) for body in bodies for alert in body["alerts"]]
-    assert told == [("Y", "resolved")] * (MAX_ALERTS_PER_POST + 7) + [("X", "firing")] * MAX_ALERTS_PER_POST
+    states = [(alert["labels"]["alertname"], alert["status"]) for body in bodies for alert in body["alerts"]]
+    assert states == [("Y", "resolved")] * (MAX_ALERTS_PER_POST + 7) + [("X", "firing")] * MAX_ALERTS_PER_POST
     assert len({alert["fingerprint"] for body in bodies for alert in body["alerts"]}) == 2 * MAX_ALERTS_PER_POST + 7
     assert {(body["status"], body["truncatedAlerts"]) for body in bodies} == {("firing", 0)}
     assert [len(resolved) for _, resolved in made] == [MAX_ALERTS_PER_POST, 7, 0]
@@ -327,7 +276,7 @@ def test_resolved_alerts_are_all_posted_despite_failures(inbox: Inbox) -> None:
     inbox.takes = None
     watch.fleet.now += RETRY_S
     watch.look()
-    ended = [alert["fingerprint"] for one in inbox.posts for alert in one["alerts"]]
+    ended = [alert["fingerprint"] for post in inbox.posts for alert in post["alerts"]]
     assert len(ended) == len(set(ended)) == 2 * MAX_ALERTS_PER_POST + 5 + 1  # and that the database is there
     assert watch.kept == {}
     watch.look()
@@ -349,12 +298,12 @@ def test_alert_resolved_between_leaders_is_posted_by_successor(inbox: Inbox) -> 
     del watch.fleet.state.nodes["n2"]
     watch.begin()
     watch.look()
-    told = {alert["labels"]["alertname"]: alert for alert in inbox.posts[1]["alerts"]}
-    assert (told["EverstepNodeOutOfService"]["status"], told["EverstepNodeOutOfService"]["fingerprint"]) == (
+    by_name = {alert["labels"]["alertname"]: alert for alert in inbox.posts[1]["alerts"]}
+    assert (by_name["EverstepNodeOutOfService"]["status"], by_name["EverstepNodeOutOfService"]["fingerprint"]) == (
         "resolved",
         fingerprint,
     )
-    assert _seconds(told["EverstepNodeOutOfService"]["startsAt"]) == began
+    assert _seconds(by_name["EverstepNodeOutOfService"]["startsAt"]) == began
     assert watch.kept == {}
     watch.begin()
     watch.look()
@@ -375,7 +324,7 @@ def test_alert_is_stored_until_its_end_is_accepted(inbox: Inbox) -> None:
     inbox.status = 200
     watch.fleet.now += RETRY_S
     watch.look()
-    assert [_names(one) for one in inbox.posts] == [[("EverstepNodeOutOfService", "resolved")]]
+    assert [_names(post) for post in inbox.posts] == [[("EverstepNodeOutOfService", "resolved")]]
     assert watch.kept == {}
 
 
@@ -389,7 +338,7 @@ def test_outage_alert_reports_true_start_and_end(inbox: Inbox) -> None:
     watch.fleet.now += REPEAT_S + 1
     watch.fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="it is full still"))
     watch.look()
-    assert [_seconds(one["alerts"][0]["startsAt"]) for one in inbox.posts] == [began, began]
+    assert [_seconds(post["alerts"][0]["startsAt"]) for post in inbox.posts] == [began, began]
     assert watch.kept == {}
     watch.trouble = None
     watch.fleet.feed(DatabaseAvailabilityChanged(is_unavailable=False))
@@ -401,37 +350,8 @@ def test_outage_alert_reports_true_start_and_end(inbox: Inbox) -> None:
     }
 
 
-def test_new_leader_resolves_outage_alert_of_predecessor(
-    inbox: Inbox,
-) -> None:
-    watch = Watch(inbox)
-    watch.fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="the disk is full"))
-    watch.look()
-    (fired,) = inbox.posts[0]["alerts"]
-    watch.fleet.state.database_outage = ""
-    watch.begin()
-    watch.look()
-    (ended,) = inbox.posts[1]["alerts"]
-    assert (ended["status"], ended["fingerprint"]) == ("resolved", fired["fingerprint"])
-
-
-def test_former_leader_posts_no_alert(inbox: Inbox) -> None:
-    watch = Watch(inbox)
-    watch.fleet.raise_finding("n2", xid())
-    watch.leads = False
-    watch.look()
-    watch.leads, watch.trouble = True, LeadershipLost("another controller took the database over")
-    watch.kept.clear()
-    watch.begin()
-    watch.look()
-    assert (inbox.posts, watch.failures) == ([], 2)
-
-
 def _seconds(when: str) -> float:
     return datetime.fromisoformat(when).timestamp()
-
-
-# --- across lives, over a database --------------------------------------------------------------------------------
 
 
 @pytest.mark.promise("alerts-resolved")
@@ -441,13 +361,13 @@ def test_alert_resolved_while_alerting_was_off_is_posted(
     monkeypatch.setattr(alerting, "CHECK_INTERVAL_S", 0.02)
     database = f"sqlite:///{tmp_path / 'c.db'}"
     with TestClient(InProcess(database, alert_url=inbox.url)) as client:
-        speaker = Speaker(client, "n1")
-        speaker.register()
-        speaker.report(FindingRaised(finding=xid()))
+        agent = AgentClient(client, "n1")
+        agent.register()
+        agent.report(FindingRaised(finding=xid()))
         inbox.wait_for("firing")
     with TestClient(InProcess(database)) as client:
-        speaker.client = client
-        speaker.report(FindingCleared(key=xid().key))
+        agent.client = client
+        agent.report(FindingCleared(key=xid().key))
         post(client, "/v1/nodes/n1/readmit", op.ReasonOnlyRequest(reason="a new board"), op.ChangeResult)
     with TestClient(InProcess(database, alert_url=inbox.url)):
         inbox.wait_for("resolved")
@@ -466,9 +386,6 @@ def test_invalid_alert_receiver_is_refused() -> None:
         HttpReceiver("http://pager.example:77000/x", "a webhook")
 
 
-# --- cordons of others -------------------------------------------------------------------------------------------
-
-
 class Shown(DryRunRemediator):
     """A scheduler that shows ``nodes``. ``broken``: how often it fails before, as no remediator should."""
 
@@ -485,7 +402,7 @@ class Shown(DryRunRemediator):
 
 
 def test_observer_retries_after_unexpected_error(caplog: pytest.LogCaptureFixture) -> None:
-    fleet, shown, told, failures = CoreFleet(), Shown(), list[SchedulerStateChanged](), list[int]()
+    fleet, shown, changes, failures = CoreFleet(), Shown(), list[SchedulerStateChanged](), list[int]()
     fleet.start(1)
     shown.nodes = {"n1": CordonStatus(cordoned_by="ada", reason="a fan")}
     shown.broken = 2
@@ -494,7 +411,7 @@ def test_observer_retries_after_unexpected_error(caplog: pytest.LogCaptureFixtur
         seen = asyncio.Event()
 
         async def tell(event: SchedulerStateChanged) -> None:
-            told.append(event)
+            changes.append(event)
             fleet.feed(event)
             seen.set()
 
@@ -507,17 +424,17 @@ def test_observer_retries_after_unexpected_error(caplog: pytest.LogCaptureFixtur
         await asyncio.wait(tasks)
 
     asyncio.run(story())
-    assert [event.cordoned_by for event in told] == ["ada"]
+    assert [event.cordoned_by for event in changes] == ["ada"]
     assert len(failures) == 2
     assert "invalid start byte" in caplog.text
 
 
 def test_observer_reports_own_cordon_removed_by_others() -> None:
-    fleet, shown, told, busy = CoreFleet(), Shown(), list[SchedulerStateChanged](), set[str]()
+    fleet, shown, changes, busy = CoreFleet(), Shown(), list[SchedulerStateChanged](), set[str]()
     fleet.start(5)
 
     async def tell(event: SchedulerStateChanged) -> None:
-        told.append(event)
+        changes.append(event)
         fleet.feed(event)
 
     observer = CordonObserver(shown, fleet.state, tell, is_idle=lambda node: node not in busy)
@@ -526,37 +443,15 @@ def test_observer_reports_own_cordon_removed_by_others() -> None:
     busy.add("n2")  # its cordon is still being asked for
     shown.nodes = {node: CordonStatus() for node in ("n1", "n5")}  # not seen yet: it may never have been taken
     asyncio.run(observer.observe())
-    assert told == []
+    assert changes == []
     shown.nodes = {node: CordonStatus(cordoned_by=CORDON_OWNER) for node in ("n1", "n2", "n3", "n4")}
     asyncio.run(observer.observe())
     shown.nodes = {node: CordonStatus() for node in ("n1", "n2", "n5")}
     shown.nodes["n3"] = CordonStatus(cordoned_by=CORDON_OWNER)
     fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="gone", trace="away"))
     asyncio.run(observer.observe())
-    assert told == []
+    assert changes == []
     fleet.feed(DatabaseAvailabilityChanged(is_unavailable=False, trace="back"))
     asyncio.run(observer.observe())  # n4 is not known there, or not told of
     asyncio.run(observer.observe())
-    assert [(event.node, bool(event.lifted_cordon_id)) for event in told] == [("n1", True)]
-
-
-def test_observer_reports_foreign_cordon_once() -> None:
-    fleet, shown, told = CoreFleet(), Shown(), list[SchedulerStateChanged]()
-    fleet.start(3)
-
-    async def tell(event: SchedulerStateChanged) -> None:
-        told.append(event)
-        fleet.feed(event)
-
-    observer = CordonObserver(shown, fleet.state, tell)
-    shown.nodes = {
-        "n1": CordonStatus(cordoned_by="ada", reason="a fan"),
-        "n2": CordonStatus(cordoned_by=CORDON_OWNER, reason="everstep x"),
-        "n9": CordonStatus(cordoned_by="ada"),
-    }
-    asyncio.run(observer.observe())
-    asyncio.run(observer.observe())
-    assert [(event.node, event.cordoned_by, event.reason) for event in told] == [("n1", "ada", "a fan")]
-    shown.nodes = {}
-    asyncio.run(CordonObserver(shown, fleet.state, tell).observe())
-    assert [(event.node, event.cordoned_by) for event in told[1:]] == [("n1", "")]
+    assert [(event.node, bool(event.lifted_cordon_id)) for event in changes] == [("n1", True)]

@@ -1,10 +1,8 @@
-"""A real controller is killed while remedies are on their way; the one that follows has each of them done once."""
+"""A real controller is killed during remediations; its successor has each of them done once."""
 
 from __future__ import annotations
 
 import json
-import os
-import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,13 +17,12 @@ from everstep.vocabulary import Action
 from everstep.wire.v1.agent import NumberedReport, Register, Reports
 from everstep.wire.v1.operator_history import RemediationList
 from everstep.wire.v1.training import FindingRaised
-from tests.support import kube, slurm
-from tests.support.controllers import VIEWER, ControllerProcess, controller_process, registration
-from tests.support.findings import xid
-from tests.support.forked import ForkPool
-from tests.support.hook import Receiver
-from tests.support.sessions import tell
-from tests.support.waiting import until
+from tests.support.fleet.controllers import VIEWER, ControllerProcess, controller_process, registration
+from tests.support.fleet.findings import xid
+from tests.support.fleet.session_client import send_message
+from tests.support.processes.fork_pool import ForkPool
+from tests.support.services import kube
+from tests.support.services.webhook_receiver import WebhookReceiver
 
 pytestmark = pytest.mark.slow
 
@@ -53,7 +50,7 @@ class Halt:
         return answer
 
 
-class AtAReceiver(Receiver):
+class AtAReceiver(WebhookReceiver):
     def __init__(self, halt: Halt, directory: Path) -> None:
         super().__init__(SECRET)
         self._halt = halt
@@ -66,10 +63,11 @@ class AtAReceiver(Receiver):
 
     def _answer(self, method: str, path: str, body: bytes) -> object:
         kind = json.loads(body)["kind"] if method == "POST" else ""
-        return self._halt.answer(kind, lambda: super(AtAReceiver, self)._answer(method, path, body), {})
+        nothing: object = {}
+        return self._halt.answer(kind, lambda: super(AtAReceiver, self)._answer(method, path, body), nothing)
 
     def did(self) -> list[str]:
-        return [one["kind"] for one in self.done.values()]
+        return [order["kind"] for order in self.done.values()]
 
 
 class InKubernetes(kube.Cluster):
@@ -101,7 +99,7 @@ class InKubernetes(kube.Cluster):
 
 
 def _step(method: str, body: Any) -> str:
-    """What a request asks for: a change of a node, by its kind, or an event, by its reason."""
+    """Return the kind of a node's change or the reason of an event that a request asks for."""
     if method == "PATCH":
         return str(next(iter(body["metadata"]["annotations"]))).removeprefix("everstep.dev/")
     return str(body["reason"]) if method == "POST" else ""
@@ -122,15 +120,15 @@ def halting(
 @contextmanager
 def controller_with(program_forks: ForkPool, remediation: str, directory: Path) -> Iterator[ControllerProcess]:
     settings = directory / "settings.toml"
-    # a cure that the lab gives up after 30 s is asked for in the first 9 of them, and the controller starts twice
-    policy = 'remediation_mode = "enforce"\nremediation_settle_s = 1000.0\nremediation_timeout_s = 1000.0\n'
-    settings.write_text(f"{remediation}[policy]\n{policy}")
+    # the lab gives a remediation up after 30 s and requests it in the first 9 s; the controller starts twice
+    policy = 'mode = "enforce"\nsettle_s = 1000.0\ntimeout_s = 1000.0\n'
+    settings.write_text(f"{remediation}[policy.remediation]\n{policy}")
     with controller_process(directory, program_forks, arguments=("--settings", str(settings))) as process:
         yield process
 
 
 def fall_off_the_bus(process: ControllerProcess, node: str = "n1") -> None:
-    """An idle node of a small fleet reports what takes it out: it is cordoned, and rebooted a moment later."""
+    """Let an idle node report a finding: it is cordoned, and rebooted a moment later."""
     for name in ("n1", "n2", "n3", "n4"):
         _tell(process, name, registration(name))
     report = FindingRaised(finding=xid(action=Action.REBOOT_NODE))
@@ -138,15 +136,18 @@ def fall_off_the_bus(process: ControllerProcess, node: str = "n1") -> None:
 
 
 def _tell(process: ControllerProcess, node: str, message: Register | Reports) -> None:
-    status, answer = tell(process, node, message)
+    status, answer = send_message(process, node, message)
     assert status == 200, answer
 
 
-def remedies(process: ControllerProcess) -> dict[str, str]:
+def remediation_states(process: ControllerProcess) -> dict[str, str]:
     """States by kind."""
     status, body = process.ask("GET", "/v1/remediations?node=n1", None, VIEWER)
     assert status == 200, body
-    return {one.kind: one.state for one in msgspec.json.decode(body, type=RemediationList).remediations}
+    return {
+        remediation.kind: remediation.state
+        for remediation in msgspec.json.decode(body, type=RemediationList).remediations
+    }
 
 
 DONE_OR_LOST = pytest.mark.parametrize("does", [True, False], ids=["it is done", "it is lost"])
@@ -156,43 +157,24 @@ BEFORE = {
     "reboot": {"cordon": "confirmed", "reboot": "started"},
     "EverstepReboot": {"cordon": "confirmed", "reboot": "started"},
 }
-"""How the remedies stand while a request is under way; wanted: not begun either."""
+"""The states of the remediations while a request is under way; wanted: not begun either."""
 
 
 @pytest.mark.promise("remediation-once")
 @DONE_OR_LOST
-@pytest.mark.parametrize("what", ["cordon", "reboot"])
+@pytest.mark.parametrize("kind", ["cordon", "reboot"])
 def test_remediation_runs_once_across_controller_crash(
-    program_forks: ForkPool, what: str, does: bool, tmp_path: Path
+    program_forks: ForkPool, kind: str, does: bool, tmp_path: Path
 ) -> None:
-    asked = _killed_during(program_forks, AtAReceiver, Halt(what, does=does), tmp_path)
-    again = [] if does else [what]  # what was done shows when it is read back, and is not asked for any more
+    asked = _killed_during(program_forks, AtAReceiver, Halt(kind, does=does), tmp_path)
+    again = [] if does else [kind]  # what was done shows when it is read back, and is not asked for any more
     assert sorted(asked) == sorted(["cordon", "reboot", *again])
-
-
-@pytest.mark.promise("remediation-once")
-@pytest.mark.parametrize(
-    ("what", "does"),
-    [
-        pytest.param("cordon", False, marks=pytest.mark.nightly),
-        pytest.param("EverstepCordon", True, marks=pytest.mark.nightly),
-        ("reboot", True),
-        ("EverstepReboot", False),
-    ],
-)
-def test_kubernetes_changes_and_events_occur_once_across_crash(
-    program_forks: ForkPool, what: str, does: bool, tmp_path: Path
-) -> None:
-    asked = _killed_during(program_forks, InKubernetes, Halt(what, does=does), tmp_path)
-    kinds = [one for one in asked if not one.startswith("Everstep")]
-    again = [what] if what in kinds and not does else []
-    assert sorted(kinds) == sorted(["cordon", "reboot", *again])
 
 
 def _await(process: ControllerProcess, states: dict[str, str]) -> None:
     end = time.perf_counter() + DEADLINE_S
-    while remedies(process) != states:
-        assert time.perf_counter() < end, remedies(process)
+    while remediation_states(process) != states:
+        assert time.perf_counter() < end, remediation_states(process)
         time.sleep(0.02)
 
 
@@ -213,41 +195,3 @@ def _killed_during(
         _await(process, {"cordon": "confirmed", "reboot": "confirmed"})
         assert outside.did() == ["cordon", "reboot"]
         return halt.asked
-
-
-def _scontrol(directory: Path) -> tuple[Path, Path, Path]:
-    """A ``scontrol`` that writes down what it is asked and has it done by the real one; a reboot is not answered before
-    it is let go. What was asked; what is there once the reboot was told; what lets go."""
-    directory.mkdir()
-    asked, reached, released = (directory / name for name in ("asked", "reached", "released"))
-    program = directory / "scontrol"
-    program.write_text(
-        f'#!/bin/sh\necho "$1" >> {asked}\n{shutil.which("scontrol")} "$@"\nstatus=$?\n'
-        f'if [ "$1" = reboot ]; then touch {reached}; until [ -e {released} ]; do sleep 0.05; done; fi\nexit $status\n'
-    )
-    program.chmod(0o700)
-    return asked, reached, released
-
-
-def test_slurm_reboot_is_requested_once_across_crash(
-    program_forks: ForkPool, real_slurm: slurm.Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    real_slurm.make_idle()
-    told = real_slurm.reboots()
-    asked, reached, released = _scontrol(tmp_path / "bin")
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    settings = f'remediation_backend = "slurm"\nslurm_conf = "{real_slurm.configuration}"\n'
-    try:
-        with controller_with(program_forks, settings, tmp_path) as process:
-            fall_off_the_bus(process)
-            until(reached.exists, "Slurm to be told")
-            _await(process, BEFORE["reboot"])
-            process.kill()
-            released.touch()
-            process.start()
-            real_slurm.boot_as_told(told)
-            _await(process, {"cordon": "confirmed", "reboot": "confirmed"})
-    finally:
-        released.touch()
-    assert [word for word in asked.read_text().split() if word in ("update", "reboot")] == ["update", "reboot"]
-    assert real_slurm.reboots() == told + 1

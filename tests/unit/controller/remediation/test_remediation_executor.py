@@ -1,190 +1,157 @@
-"""Remedies on their way: stored before they are begun, read back, told once, across crashes."""
+"""Remediations in progress: stored before they begin, read back, and reported once, across crashes."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
-from everstep_controller.core.effects import Remediation, RemediationKind
-from everstep_controller.leadership.lease import NotLeadingError
-from everstep_controller.remediation.executor import THREADS, RemediationExecutor
-from everstep_controller.remediation.kubernetes import KubernetesRemediator
-from everstep_controller.remediation.remediator import DryRunRemediator
-from everstep_controller.store.rows import RemediationState
 
 from everstep.clock import Backoff
-from tests.support import kube
-from tests.support.remedy_desk import AT_ONCE, Book, Machine, run, wanted
+from everstep.system_clock import SYSTEM_CLOCK
+from everstep_controller.app.replica import ControllerReplica
+from everstep_controller.auth.credentials import Keyring
+from everstep_controller.config import ControllerSettings
+from everstep_controller.core.effects import Remediation, RemediationKind
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.leadership.lease import NotLeadingError
+from everstep_controller.remediation.alerts import AlertNotifier
+from everstep_controller.remediation.executor import RemediationExecutor
+from everstep_controller.remediation.kubernetes import KubernetesRemediator
+from everstep_controller.remediation.remediator import DryRunRemediator
+from everstep_controller.remediation.service import CordonObserver
+from everstep_controller.store.database_errors import LeadershipLost
+from everstep_controller.store.rows import RemediationRow, RemediationState
+from tests.support.fleet.controllers import SECRET
+from tests.support.fleet.remediation_executor import (
+    FakeRemediator,
+    RecordedTransactions,
+    requested_row,
+    run_executor,
+)
+from tests.support.services import kube
+from tests.support.services.sqlite import create_with_schema
 
 
 @pytest.mark.promise("remediation-once")
 def test_remediation_is_stored_as_begun_before_the_request() -> None:
-    machine, book = Machine(pending=3), Book()
+    remediator, transactions = FakeRemediator(pending=3), RecordedTransactions()
     seen: list[list[str]] = []
-    ask = machine.apply
-    machine.apply = lambda remedy: (seen.append(book.states(remedy.id)), ask(remedy))[1]  # type: ignore[method-assign]
-    run(machine, book, wanted(1))
+    ask = remediator.apply
+
+    def recording_apply(remediation: Remediation) -> None:
+        seen.append(transactions.states(remediation.id))
+        ask(remediation)
+
+    remediator.apply = recording_apply  # type: ignore[method-assign]
+    run_executor(remediator, transactions, requested_row(1))
     assert seen == [["started"]]
-    assert book.states("n1-a1") == ["started", "confirmed"]
-    assert [(told.remediation_id, told.succeeded, told.trace) for told in book.told] == [("n1-a1", True, "t")]
+    assert transactions.states("n1-a1") == ["started", "confirmed"]
+    assert [(event.remediation_id, event.succeeded, event.trace) for event in transactions.events] == [
+        ("n1-a1", True, "t")
+    ]
 
 
 @pytest.mark.promise("remediation-once")
 def test_begun_remediation_is_checked_before_repeating() -> None:
-    machine, book = Machine(), Book()
-    machine.applied = ["n1-a1"]
-    run(machine, book, left=[wanted(1, RemediationKind.REBOOT, state=RemediationState.STARTED)])
-    assert machine.applied == ["n1-a1"]
-    assert book.states("n1-a1") == ["confirmed"]
-
-
-def test_begun_but_unrequested_remediation_is_requested_once() -> None:
-    machine, book = Machine(pending=2), Book()
-    run(machine, book, left=[wanted(1, RemediationKind.REBOOT, state=RemediationState.STARTED)])
-    assert machine.applied == ["n1-a1"]
-    assert book.states("n1-a1") == ["confirmed"]
+    remediator, transactions = FakeRemediator(), RecordedTransactions()
+    remediator.applied = ["n1-a1"]
+    run_executor(
+        remediator, transactions, left=[requested_row(1, RemediationKind.REBOOT, state=RemediationState.STARTED)]
+    )
+    assert remediator.applied == ["n1-a1"]
+    assert transactions.states("n1-a1") == ["confirmed"]
 
 
 def test_remediation_retries_on_outage_but_not_on_refusal() -> None:
-    machine, book = Machine(away=4), Book()
-    run(machine, book, wanted(1))
-    assert (machine.applied, book.states("n1-a1")) == (["n1-a1"], ["started", "confirmed"])
-    refusing, other = Machine(refuses=True), Book()
-    run(refusing, other, wanted(1))
+    remediator, transactions = FakeRemediator(failures=4), RecordedTransactions()
+    run_executor(remediator, transactions, requested_row(1))
+    assert (remediator.applied, transactions.states("n1-a1")) == (["n1-a1"], ["started", "confirmed"])
+    refusing, other = FakeRemediator(refuses=True), RecordedTransactions()
+    run_executor(refusing, other, requested_row(1))
     assert other.states("n1-a1") == ["started", "failed"]
-    assert [(told.succeeded, told.detail) for told in other.told] == [(False, "it will not")]
+    assert [(event.succeeded, event.detail) for event in other.events] == [(False, "it will not")]
 
 
 def test_unexpected_remediation_error_is_counted_and_retried(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    machine, book, failures = Machine(), Book(), list[int]()
-    ask, times = machine.apply, 2
+    remediator, transactions, failures = FakeRemediator(), RecordedTransactions(), list[int]()
+    ask, times = remediator.apply, 2
 
-    def broken(remedy: Remediation) -> None:
+    def broken(remediation: Remediation) -> None:
         nonlocal times
         if times > 0:
             times -= 1
             raise KeyError("spec")
-        ask(remedy)
+        ask(remediation)
 
-    machine.apply = broken  # type: ignore[method-assign]
-    run(machine, book, wanted(1), wanted(2, RemediationKind.REBOOT), on_failure=lambda: failures.append(1))
-    assert book.states("n1-a1") == ["started", "confirmed"]
-    assert machine.applied == ["n1-a1", "n1-a2"]
+    remediator.apply = broken  # type: ignore[method-assign]
+    run_executor(
+        remediator,
+        transactions,
+        requested_row(1),
+        requested_row(2, RemediationKind.REBOOT),
+        on_failure=lambda: failures.append(1),
+    )
+    assert transactions.states("n1-a1") == ["started", "confirmed"]
+    assert remediator.applied == ["n1-a1", "n1-a2"]
     assert len(failures) == 2
     assert "KeyError: 'spec'" in caplog.text
 
 
 @pytest.mark.promise("cordons-returned")
 def test_remediation_waits_until_leadership_is_certain() -> None:
-    machine, book = Machine(), Book()
+    remediator, transactions = FakeRemediator(), RecordedTransactions()
     doubts = iter([NotLeadingError("it was stopped")] * 3)
 
     def check_leading() -> None:
         if (doubt := next(doubts, None)) is not None:
-            assert machine.applied == []
+            assert remediator.applied == []
             raise doubt
 
-    run(machine, book, wanted(1, RemediationKind.REBOOT), check_leading=check_leading)
+    run_executor(remediator, transactions, requested_row(1, RemediationKind.REBOOT), check_leading=check_leading)
     assert next(doubts, None) is None
-    assert machine.applied == ["n1-a1"]
-
-
-def test_queued_remediation_is_not_requested_after_lost_lease() -> None:
-    machine, book = Machine(), Book()
-    ask, number, go = machine.apply, itertools.count(1), threading.Event()
-    leads, doubts, asked_as_leader = [True], list[int](), list[bool]()
-
-    def stopped() -> None:
-        leads[0] = False
-        go.set()
-
-    def apply(remedy: Remediation) -> None:
-        mine = next(number)
-        if mine == THREADS:
-            book.loop.call_soon_threadsafe(stopped)  # after the last one has been handed to the threads
-        elif mine > THREADS:
-            asked_as_leader.append(leads[0])
-        assert go.wait(60)
-        ask(remedy)
-
-    def check_leading() -> None:
-        if not leads[0]:
-            doubts.append(1)
-            leads[0] = len(doubts) > THREADS
-            raise NotLeadingError("it was stopped")
-
-    machine.apply = apply  # type: ignore[method-assign]
-    run(machine, book, *(wanted(1, node=f"n{n}") for n in range(THREADS + 1)), check_leading=check_leading)
-    assert asked_as_leader == [True]
-    assert len(machine.applied) == THREADS + 1
+    assert remediator.applied == ["n1-a1"]
 
 
 def test_unsupported_remediation_names_the_remediator() -> None:
-    book = Book()
-    run(Machine(), book, wanted(1, RemediationKind.RESET_GPU))
-    assert book.told[0].detail == "machine cannot reset gpu"
+    transactions = RecordedTransactions()
+    run_executor(FakeRemediator(), transactions, requested_row(1, RemediationKind.RESET_GPU))
+    assert transactions.events[0].detail == "fake cannot reset gpu"
 
 
 def test_unstarted_remediation_is_superseded_on_its_node() -> None:
-    machine, book = Machine(), Book()
-    run(machine, book, wanted(1), wanted(2, RemediationKind.UNCORDON), wanted(3), wanted(1, node="n2"))
-    assert book.states("n1-a1") == ["superseded"]
-    assert book.states("n1-a2") == ["superseded"]
-    assert book.states("n1-a3") == ["started", "confirmed"]
-    assert book.states("n2-a1") == ["started", "confirmed"]
-    assert {told.remediation_id for told in book.told} == {"n1-a3", "n2-a1"}
+    remediator, transactions = FakeRemediator(), RecordedTransactions()
+    run_executor(
+        remediator,
+        transactions,
+        requested_row(1),
+        requested_row(2, RemediationKind.UNCORDON),
+        requested_row(3),
+        requested_row(1, node="n2"),
+    )
+    assert transactions.states("n1-a1") == ["superseded"]
+    assert transactions.states("n1-a2") == ["superseded"]
+    assert transactions.states("n1-a3") == ["started", "confirmed"]
+    assert transactions.states("n2-a1") == ["started", "confirmed"]
+    assert {event.remediation_id for event in transactions.events} == {"n1-a3", "n2-a1"}
 
 
 def test_remediation_waits_for_the_database() -> None:
-    machine, book = Machine(), Book(away=5)
-    run(machine, book, wanted(1))
-    assert machine.applied == ["n1-a1"]
-    assert book.states("n1-a1") == ["started", "confirmed"]
+    remediator, transactions = FakeRemediator(), RecordedTransactions(failures=5)
+    run_executor(remediator, transactions, requested_row(1))
+    assert remediator.applied == ["n1-a1"]
+    assert transactions.states("n1-a1") == ["started", "confirmed"]
 
 
 def test_remediation_end_during_outage_is_reported_once() -> None:
-    machine, book = Machine(), Book(unsure=7)
-    run(machine, book, wanted(1, RemediationKind.REBOOT))
-    assert machine.applied == ["n1-a1"]
-    assert book.states("n1-a1") == ["started", "confirmed"]
-    assert [told.remediation_id for told in book.told] == ["n1-a1"]
-
-
-def test_cordon_is_kept_beside_later_remediation() -> None:
-    machine, book = Machine(), Book()
-    run(machine, book, wanted(1), wanted(2, RemediationKind.REBOOT))
-    assert machine.applied == ["n1-a1", "n1-a2"]
-    assert [(told.remediation_id, told.succeeded) for told in book.told] == [("n1-a1", True), ("n1-a2", True)]
-
-
-def test_superseded_remediation_is_reported_to_the_core() -> None:
-    for later in (RemediationKind.RESET_GPU, RemediationKind.REBOOT, RemediationKind.REPAIR, RemediationKind.UNCORDON):
-        machine, book = Machine(), Book()
-        machine.kinds = frozenset(RemediationKind)
-        run(machine, book, wanted(1, RemediationKind.REBOOT), wanted(2, later))
-        assert machine.applied == ["n1-a2"]
-        assert book.states("n1-a1") == ["superseded"]
-        assert [(told.remediation_id, told.succeeded) for told in book.told] == [("n1-a1", False), ("n1-a2", True)]
-        assert book.told[0].detail == f"n1-a2 ({later}) replaced it before it was started"
-
-
-def test_repair_is_requested_even_when_followed_by_uncordon() -> None:
-    machine, book = Machine(), Book()
-    machine.kinds = frozenset(RemediationKind)
-    run(machine, book, wanted(1), wanted(2, RemediationKind.REPAIR), wanted(3, RemediationKind.UNCORDON))
-    assert machine.applied == ["n1-a2", "n1-a3"]
-
-
-def test_simultaneous_remediations_keep_order_across_crash() -> None:
-    machine, book = Machine(), Book()
-    left = [wanted(10, RemediationKind.REBOOT, requested_at=5.0), wanted(9, requested_at=5.0)]
-    run(machine, book, left=left)
-    assert machine.applied == ["n1-a9", "n1-a10"]
+    remediator, transactions = FakeRemediator(), RecordedTransactions(unconfirmed=7)
+    run_executor(remediator, transactions, requested_row(1, RemediationKind.REBOOT))
+    assert remediator.applied == ["n1-a1"]
+    assert transactions.states("n1-a1") == ["started", "confirmed"]
+    assert [event.remediation_id for event in transactions.events] == ["n1-a1"]
 
 
 @pytest.fixture
@@ -192,7 +159,7 @@ def guarded() -> Iterator[kube.Cluster]:
     """A cluster whose node n1 has a pod that a disruption budget holds."""
     cluster = kube.Cluster("n1")
     cluster.add_pod("web", "n1")
-    cluster.guarded = {"web"}
+    cluster.protected_pods = {"web"}
     yield cluster
     cluster.close()
 
@@ -204,66 +171,103 @@ def evictions(cluster: kube.Cluster) -> int:
 @pytest.mark.promise("kubernetes-events")
 @pytest.mark.parametrize("later", [RemediationKind.UNCORDON, RemediationKind.REPAIR])
 def test_blocked_cordon_gives_way_to_uncordon_and_repair(guarded: kube.Cluster, later: RemediationKind) -> None:
-    book = Book()
+    transactions = RecordedTransactions()
 
     async def story() -> None:
         remediator = KubernetesRemediator(guarded.api(), evict=True)
-        desk = RemediationExecutor(
-            remediator, submit=book.submit, now=lambda: book.now, uniform=lambda: 0.0, backoff=Backoff(0.01, 0.02)
+        executor = RemediationExecutor(
+            remediator,
+            submit=transactions.submit,
+            now=lambda: transactions.now,
+            uniform=lambda: 0.0,
+            backoff=Backoff(0.01, 0.02),
         )
         async with asyncio.timeout(60):
-            desk.enqueue([wanted(1)])
+            executor.enqueue([requested_row(1)])
             while evictions(guarded) < 3:
                 await asyncio.sleep(0.01)
-            desk.enqueue([wanted(2, later)])
-            while desk.open_count():
+            executor.enqueue([requested_row(2, later)])
+            while executor.open_count():
                 await asyncio.sleep(0.01)
-        await desk.stop()
+        await executor.stop()
 
     asyncio.run(story())
-    assert book.states("n1-a1") == ["started", "superseded"]
-    assert book.states("n1-a2") == ["started", "confirmed"]
+    assert transactions.states("n1-a1") == ["started", "superseded"]
+    assert transactions.states("n1-a2") == ["started", "confirmed"]
     assert guarded.nodes["n1"]["spec"]["unschedulable"] is (later is RemediationKind.REPAIR)
     assert set(guarded.pods) == {"web"}
-    assert [told.remediation_id for told in book.told] == ["n1-a2"]
-
-
-def test_unanswered_cordon_is_checked_before_giving_way() -> None:
-    machine, book = Machine(away=1), Book()
-
-    async def story() -> None:
-        desk = RemediationExecutor(
-            machine, submit=book.submit, now=lambda: book.now, uniform=lambda: 0.0, backoff=AT_ONCE
-        )
-        ask = machine.apply
-
-        def asked(remedy: Remediation) -> None:
-            if remedy.id == "n1-a1":
-                machine.applied.append(remedy.id)
-                book.loop.call_soon_threadsafe(desk.enqueue, [wanted(2, RemediationKind.UNCORDON)])
-            ask(remedy)
-
-        machine.apply = asked  # type: ignore[method-assign]
-        desk.enqueue([wanted(1)])
-        async with asyncio.timeout(60):
-            while desk.open_count():
-                await asyncio.sleep(0)
-        await desk.stop()
-
-    asyncio.run(story())
-    assert machine.applied == ["n1-a1", "n1-a2"]
-    assert book.states("n1-a1") == ["started", "confirmed"]
-
-
-def test_unsent_cordon_is_not_dropped_for_a_repair() -> None:
-    machine, book = Machine(away=5), Book()
-    machine.kinds = frozenset(RemediationKind)
-    run(machine, book, wanted(1), wanted(2, RemediationKind.REPAIR))
-    assert machine.applied == ["n1-a1", "n1-a2"]
+    assert [event.remediation_id for event in transactions.events] == ["n1-a2"]
 
 
 def test_dry_run_is_reported_as_dry_run() -> None:
-    book = Book()
-    run(DryRunRemediator(), book, wanted(1, RemediationKind.REBOOT))
-    assert [(told.succeeded, told.dry_run) for told in book.told] == [(True, True)]
-    assert (book.states("n1-a1"), book.written[-1].detail) == (["started", "confirmed"], "dry run: nothing was done")
+    transactions = RecordedTransactions()
+    run_executor(DryRunRemediator(), transactions, requested_row(1, RemediationKind.REBOOT))
+    assert [(event.succeeded, event.dry_run) for event in transactions.events] == [(True, True)]
+    assert (transactions.states("n1-a1"), transactions.written[-1].detail) == (
+        ["started", "confirmed"],
+        "dry run: nothing was done",
+    )
+
+
+class Bug(Exception):
+    """An error that no handler expects."""
+
+
+async def _broken(*_: object, **__: object) -> None:
+    raise Bug
+
+
+def member(directory: Path) -> ControllerReplica:
+    database = f"sqlite:///{directory}/c.db"
+    create_with_schema(database)
+    settings = ControllerSettings(
+        secret_file="unused",
+        policy=CorePolicy.lab_preset(),
+        name="c",
+        database=database,
+        alert_url="http://127.0.0.1:1/",
+    )
+    return ControllerReplica(settings, Keyring((SECRET,)), SYSTEM_CLOCK, DryRunRemediator, database=database)
+
+
+async def ended(made: ControllerReplica) -> None:
+    async with asyncio.timeout(60):
+        await made.run()
+
+
+@pytest.mark.parametrize(("kind", "method"), [(CordonObserver, "observe"), (AlertNotifier, "check")])
+def test_failed_background_task_ends_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type, method: str
+) -> None:
+    monkeypatch.setattr(kind, method, _broken)
+    with pytest.raises(Bug):
+        asyncio.run(ended(member(tmp_path)))
+
+
+def test_failed_remediation_task_ends_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RemediationExecutor, "_carry_out", _broken)
+    row = RemediationRow(
+        id="r1", node="n1", kind=RemediationKind.CORDON, state=RemediationState.REQUESTED, requested_at=1.0, doc="{}"
+    )
+
+    async def story() -> None:
+        made = member(tmp_path)
+        running = asyncio.create_task(ended(made))
+        async with asyncio.timeout(60):
+            await made.leader_known.wait()
+        controller = made.leading()
+        assert controller is not None
+        controller.remediation.executor.enqueue([row])
+        await running
+
+    with pytest.raises(Bug):
+        asyncio.run(story())
+
+
+def test_superseded_alerting_ends_the_leadership(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def superseded(*_: object) -> None:
+        raise LeadershipLost("another controller took the database over")
+
+    monkeypatch.setattr(AlertNotifier, "check", superseded)
+    with pytest.raises(LeadershipLost):
+        asyncio.run(ended(member(tmp_path)))

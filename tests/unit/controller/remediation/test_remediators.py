@@ -1,4 +1,4 @@
-"""What every remediator promises, of a dry run, a webhook, a real Slurm and a Kubernetes API alike."""
+"""The contract of every remediator: dry run, webhook, a real Slurm, and a Kubernetes API."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import pytest
+
+from everstep.errors import Conflict
 from everstep_controller.core.effects import Remediation, RemediationKind
 from everstep_controller.remediation.kubernetes import REPAIR, KubernetesRemediator
 from everstep_controller.remediation.remediator import CORDON_OWNER, CordonStatus, DryRunRemediator, Remediator
 from everstep_controller.remediation.slurm import SlurmRemediator, parse_node
 from everstep_controller.remediation.webhook import WebhookRemediator
-
-from everstep.errors import Conflict, Unavailable
-from tests.support import kube, slurm
-from tests.support.hook import Receiver
-from tests.support.remedies import carry_out, remedy
+from tests.support.fleet.remediations import apply_and_wait, remediation
+from tests.support.services import kube, slurm
+from tests.support.services.webhook_receiver import WebhookReceiver
 
 SECRET = b"the webhook's own secret"
 DEADLINE_S = 60.0
@@ -26,12 +26,12 @@ each_kind = pytest.mark.parametrize("kind", RemediationKind)
 
 
 class Outside:
-    """One remediator and the world behind it.
+    """A remediator and the system that it acts on.
 
-    ``acts``: how often something was done to a node. ``why``: the reason that stands there for a node in repair.
-    ``boots``: the node comes up again, where it was told to reboot. ``knows_nodes``: whether it can tell one node from
-    another, who has cordoned it, and when nobody answers; ``cordon``: somebody else takes n1 out of service;
-    ``vanish``: the world does not answer from now on.
+    ``acts``: how often a node was acted on. ``why``: the reason that the system shows for a node in repair.
+    ``boots``: the node boots after a requested reboot. ``knows_nodes``: whether the system tells nodes apart, names the
+    owner of a cordon, and shows its own outage; ``cordon``: an operator takes n1 out of service;
+    ``vanish``: the system stops answering.
     """
 
     knows_nodes = True
@@ -54,12 +54,12 @@ class Outside:
     def vanish(self) -> None:
         raise NotImplementedError
 
-    def carry_out(self, remedy: Remediation) -> None:
-        carry_out(self.remediator, remedy)
+    def apply_and_wait(self, remediation: Remediation) -> None:
+        apply_and_wait(self.remediator, remediation)
 
     def uncordon(self) -> None:
-        """A person gives n1 back, whoever took it."""
-        pytest.skip(f"{self.remediator.name} does not tell of a node that is in service")
+        """An operator returns n1 to service, whichever owner cordoned it."""
+        pytest.skip(f"{self.remediator.name} does not show the nodes in service")
 
     def is_to_offer(self, kind: RemediationKind) -> None:
         if kind not in self.remediator.kinds:
@@ -67,7 +67,7 @@ class Outside:
 
     def is_to_know_nodes(self) -> None:
         if not self.knows_nodes:
-            pytest.skip(f"{self.remediator.name} asks nobody")
+            pytest.skip(f"{self.remediator.name} does not tell nodes apart")
 
 
 class InTheLog(Outside):
@@ -88,7 +88,7 @@ class InTheLog(Outside):
 
 
 class AtAReceiver(Outside):
-    def __init__(self, receiver: Receiver) -> None:
+    def __init__(self, receiver: WebhookReceiver) -> None:
         super().__init__(WebhookRemediator(receiver.url, SECRET, wall=lambda: 1.7e9, cordons=True))
         self._receiver = receiver
 
@@ -106,7 +106,7 @@ class AtAReceiver(Outside):
 
 
 class InSlurm(Outside):
-    """``directory``: for a ``scontrol`` that writes down what it was asked and hands it on to the real one."""
+    """`directory` holds a `scontrol` that records its arguments and calls the real one."""
 
     def __init__(self, cluster: slurm.Cluster, directory: Path) -> None:
         self._asked = directory / "asked"
@@ -124,7 +124,7 @@ class InSlurm(Outside):
         return parse_node(self._cluster.shown()).reason
 
     def boots(self) -> None:
-        self._cluster.boot_as_told(self._rebooted)
+        self._cluster.boot_when_requested(self._rebooted)
 
     def cordon(self) -> None:
         self._cluster.scontrol("update", "NodeName=n1", "State=DRAIN", "Reason=a person's own")
@@ -157,7 +157,7 @@ class InKubernetes(Outside):
         self._cluster.kubectl("n1", unschedulable=False)
 
     def vanish(self) -> None:
-        self._cluster.away = True
+        self._cluster.is_unavailable = True
 
 
 @contextmanager
@@ -169,7 +169,7 @@ def _in_the_log(request: pytest.FixtureRequest) -> Iterator[Outside]:
 
 @contextmanager
 def _at_a_receiver(_: pytest.FixtureRequest) -> Iterator[Outside]:
-    receiver = Receiver(SECRET, nodes=("n1", "n2"))
+    receiver = WebhookReceiver(SECRET, nodes=("n1", "n2"))
     try:
         yield AtAReceiver(receiver)
     finally:
@@ -216,13 +216,10 @@ def _wait(happens: Callable[[], object]) -> None:
         time.sleep(0.02)
 
 
-# --- the contract ------------------------------------------------------------------------------------------------
-
-
 def test_remediator_cordons_and_uncordons(outside: Outside) -> None:
-    assert not outside.remediator.is_done(remedy(1))
-    outside.carry_out(remedy(1))
-    outside.carry_out(remedy(2, RemediationKind.UNCORDON))
+    assert not outside.remediator.is_done(remediation(1))
+    outside.apply_and_wait(remediation(1))
+    outside.apply_and_wait(remediation(2, RemediationKind.UNCORDON))
     assert outside.remediator.cordon_status(["n1"]).get("n1", CordonStatus()) == CordonStatus()
 
 
@@ -231,8 +228,8 @@ def test_remediator_cordons_and_uncordons(outside: Outside) -> None:
 def test_remediator_repeated_request_acts_once(outside: Outside, kind: RemediationKind) -> None:
     outside.is_to_offer(kind)
     if kind is RemediationKind.UNCORDON:
-        outside.carry_out(remedy(1))
-    wanted, before = remedy(2, kind), outside.acts()
+        outside.apply_and_wait(remediation(1))
+    wanted, before = remediation(2, kind), outside.acts()
     for _ in range(3):
         outside.remediator.apply(wanted)
     assert outside.acts() == before + 1
@@ -245,9 +242,9 @@ def test_remediator_repeated_request_acts_once(outside: Outside, kind: Remediati
 
 
 def test_remediator_repair_shows_reason(outside: Outside) -> None:
-    wanted = remedy(3, RemediationKind.REPAIR)
+    wanted = remediation(3, RemediationKind.REPAIR)
     assert not outside.remediator.is_done(wanted)
-    outside.carry_out(wanted)
+    outside.apply_and_wait(wanted)
     assert wanted.sentence.partition("=")[2] in outside.why()
 
 
@@ -257,7 +254,7 @@ def test_remediator_refuses_unsupported_kinds(outside: Outside) -> None:
         pytest.skip(f"{outside.remediator.name} can do everything")
     for kind in refused:
         with pytest.raises(Conflict, match="cannot"):
-            outside.remediator.apply(remedy(4, kind))
+            outside.remediator.apply(remediation(4, kind))
     assert outside.acts() == 0
 
 
@@ -266,7 +263,7 @@ def test_remediator_refuses_unknown_node(outside: Outside, kind: RemediationKind
     outside.is_to_know_nodes()
     outside.is_to_offer(kind)
     with pytest.raises(Conflict):
-        outside.remediator.apply(remedy(1, kind, node="n9"))
+        outside.remediator.apply(remediation(1, kind, node="n9"))
 
 
 @pytest.mark.promise("holds-respected")
@@ -278,24 +275,15 @@ def test_remediator_never_lifts_foreign_cordon(outside: Outside) -> None:
     before = outside.acts()
     for kind in (RemediationKind.UNCORDON, RemediationKind.REBOOT, RemediationKind.REPAIR):
         with pytest.raises(Conflict, match="cordoned outside Everstep"):
-            outside.remediator.apply(remedy(2, kind))
+            outside.remediator.apply(remediation(2, kind))
     assert outside.remediator.cordon_status(["n1"])["n1"] == shown
     assert outside.acts() == before
 
 
 def test_remediator_shows_own_cordon_until_lifted(outside: Outside) -> None:
     outside.is_to_know_nodes()
-    outside.remediator.apply(remedy(1))
+    outside.remediator.apply(remediation(1))
     taken = outside.remediator.cordon_status(["n1"])
     outside.uncordon()
     assert taken["n1"].cordoned_by == CORDON_OWNER
     assert outside.remediator.cordon_status(["n1"]) == {"n1": CordonStatus()}
-
-
-def test_remediator_outage_raises_unavailable(outside: Outside) -> None:
-    outside.is_to_know_nodes()
-    outside.vanish()
-    with pytest.raises(Unavailable):
-        outside.remediator.apply(remedy(1))
-    with pytest.raises(Unavailable):
-        outside.remediator.is_done(remedy(1))

@@ -1,4 +1,4 @@
-"""Slurm: a real one on loopback, and what ``scontrol`` says where something is amiss."""
+"""Remediation through Slurm: a real cluster on loopback, and the errors of `scontrol`."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from everstep_controller.core.effects import Remediation, RemediationKind
-from everstep_controller.remediation.remediator import CORDON_OWNER
-from everstep_controller.remediation.slurm import SlurmRemediator, parse_node
 
 from everstep.errors import ConfigurationError, Conflict, Unavailable
 from everstep.system_clock import SYSTEM_CLOCK
-from tests.support import slurm
-from tests.support.remedies import carry_out, remedy
+from everstep_controller.core.effects import Remediation, RemediationKind
+from everstep_controller.remediation.remediator import CORDON_OWNER
+from everstep_controller.remediation.slurm import SlurmRemediator, parse_node
+from tests.support.fleet.remediations import apply_and_wait, remediation
+from tests.support.services import slurm
 
 
 @pytest.mark.promise("remediation-once")
 def test_slurm_drains_with_reason_and_reboots_once(real_slurm: slurm.Cluster) -> None:
     real_slurm.make_idle()
     remediator = SlurmRemediator(configuration=str(real_slurm.configuration))
-    carry_out(remediator, remedy(1))
+    apply_and_wait(remediator, remediation(1))
     shown = remediator.cordon_status(["n1"])["n1"]
     assert (shown.cordoned_by, shown.reason) == (CORDON_OWNER, "everstep n1-a1: GPU x:1 was not found")
-    ahead = SYSTEM_CLOCK.wall() + 1e6  # the controller's clock means nothing to Slurm
-    told = real_slurm.reboots()
+    ahead = SYSTEM_CLOCK.wall() + 1e6  # Slurm must not depend on the controller's clock
+    reboots_before = real_slurm.reboots()
     reboot = Remediation(id="n1-a2", node="n1", kind=RemediationKind.REBOOT, sentence="it hangs", at=ahead)
     remediator.apply(reboot)
     remediator.apply(reboot)
     assert not remediator.is_done(reboot)
-    real_slurm.boot_as_told(told)
+    real_slurm.boot_when_requested(reboots_before)
     _wait(lambda: remediator.is_done(reboot))
     remediator.apply(reboot)
-    carry_out(remediator, remedy(3, RemediationKind.UNCORDON))
-    assert real_slurm.reboots() == told + 1
+    apply_and_wait(remediator, remediation(3, RemediationKind.UNCORDON))
+    assert real_slurm.reboots() == reboots_before + 1
 
 
 def _wait(happens: Callable[[], object], deadline_s: float = 30.0) -> None:
@@ -45,21 +45,8 @@ def _wait(happens: Callable[[], object], deadline_s: float = 30.0) -> None:
         time.sleep(0.05)
 
 
-def test_slurm_node_line_is_parsed() -> None:
-    line = "NodeName=n1 State=IDLE+DRAIN+REBOOT_REQUESTED BootTime=None Reason=a person: why not? [root@2026-11-20]"
-    node = parse_node(line)
-    assert (node.is_unschedulable, node.is_ours, node.reason, node.booted_at) == (
-        True,
-        False,
-        "a person: why not?",
-        0.0,
-    )
-    assert not parse_node("NodeName=n1 State=IDLE*").is_unschedulable
-    assert parse_node("NodeName=n1 State=MIXED+MAINT").is_unschedulable
-
-
 @pytest.mark.parametrize(
-    ("reason", "somebodys"),
+    ("reason", "is_foreign"),
     [
         ("bad board, ticket 77", True),
         ("Not responding", False),
@@ -68,9 +55,9 @@ def test_slurm_node_line_is_parsed() -> None:
         (f"{CORDON_OWNER} n1-a7 after boot of 2031-01-01T00:00:00: it hangs", False),
     ],
 )
-def test_slurm_down_reason_decides_foreign_ownership(reason: str, somebodys: bool) -> None:
+def test_slurm_down_reason_decides_foreign_ownership(reason: str, is_foreign: bool) -> None:
     assert (
-        parse_node(f"NodeName=n1 State=DOWN Reason={reason} [root@2026-11-20T10:00:00]").is_unschedulable is somebodys
+        parse_node(f"NodeName=n1 State=DOWN Reason={reason} [root@2026-11-20T10:00:00]").is_unschedulable is is_foreign
     )
 
 
@@ -81,10 +68,10 @@ def test_slurm_keeps_node_down_for_another_person(real_slurm: slurm.Cluster) -> 
     try:
         shown = remediator.cordon_status(["n1"])["n1"]
         assert (shown.cordoned_by, shown.reason) == ("slurm", "bad board")
-        assert remediator.is_done(remedy(21))  # it is out, as was wanted
+        assert remediator.is_done(remediation(21))  # n1 is out of service, as requested
         for kind in (RemediationKind.UNCORDON, RemediationKind.REBOOT):
             with pytest.raises(Conflict, match="cordoned outside Everstep"):
-                remediator.apply(remedy(22, kind))
+                remediator.apply(remediation(22, kind))
         assert "bad board" in real_slurm.shown()
     finally:
         real_slurm.make_idle()
@@ -96,25 +83,25 @@ def test_slurm_output_in_other_encoding_is_parsed(tmp_path: Path) -> None:
     program.write_bytes(b"#!/bin/sh\nprintf '" + line + b"'\n")
     program.chmod(0o700)
     slurm = SlurmRemediator(str(program))
-    assert slurm.is_done(remedy(1))
+    assert slurm.is_done(remediation(1))
     assert slurm.cordon_status(["n1"])["n1"].cordoned_by == "slurm"
 
 
 def test_slurm_missing_and_unreachable_raise_different_errors(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match="not installed on this machine"):
         SlurmRemediator("no-such-scontrol")
-    if why := slurm.missing():
-        pytest.skip(why)
+    if reason := slurm.missing():
+        pytest.skip(reason)
     away = tmp_path / "slurm.conf"
     away.write_text(
         "ClusterName=x\nSlurmctldHost=localhost(127.0.0.1)\nSlurmctldPort=1\nAuthType=auth/munge\nMessageTimeout=2\nTCPTimeout=1\n"
     )
-    with pytest.raises(Unavailable):  # no munge either, or nobody at that port
-        SlurmRemediator(configuration=str(away)).is_done(remedy(1))
+    with pytest.raises(Unavailable):  # munge is missing as well, or the port refuses connections
+        SlurmRemediator(configuration=str(away)).is_done(remediation(1))
 
 
 class Scripted:
-    """A ``scontrol`` that says what it is told to, and keeps what it was asked."""
+    """A scripted `scontrol` that prints given answers and records its arguments."""
 
     def __init__(self, directory: Path) -> None:
         self._says, self._asked = directory / "says", directory / "asked"
@@ -131,12 +118,12 @@ class Scripted:
         self._says.write_text(f"echo {shlex.quote(line)}\n")
 
     def orders(self) -> list[str]:
-        """What changed something."""
+        """The recorded commands that changed a node."""
         return [line for line in self._asked.read_text().splitlines() if "show node" not in line]
 
 
 @pytest.mark.parametrize(
-    "words",
+    "text",
     [
         "slurm_load_node error: Unable to contact slurm controller (connect failure)",
         "slurm_load_node error: Zero Bytes were transmitted or received",
@@ -147,15 +134,15 @@ class Scripted:
         "words of a release to come",
     ],
 )
-def test_slurm_connection_errors_are_retried(tmp_path: Path, words: str) -> None:
+def test_slurm_connection_errors_are_retried(tmp_path: Path, text: str) -> None:
     scripted = Scripted(tmp_path)
-    scripted.fails(words)
+    scripted.fails(text)
     with pytest.raises(Unavailable):
-        scripted.slurm.apply(remedy(1))
+        scripted.slurm.apply(remediation(1))
 
 
 @pytest.mark.parametrize(
-    "words",
+    "text",
     [
         "Node n1 not found",
         "slurm_update error: Invalid node name specified",
@@ -164,16 +151,16 @@ def test_slurm_connection_errors_are_retried(tmp_path: Path, words: str) -> None
         "scontrol: error: RebootProgram isn't defined\nscontrol_reboot_nodes error: Unspecified error",
     ],
 )
-def test_slurm_refusals_are_final(tmp_path: Path, words: str) -> None:
+def test_slurm_refusals_are_final(tmp_path: Path, text: str) -> None:
     scripted = Scripted(tmp_path)
-    scripted.fails(words)
+    scripted.fails(text)
     with pytest.raises(Conflict, match="refused"):
-        scripted.slurm.apply(remedy(1))
+        scripted.slurm.apply(remediation(1))
 
 
 def test_slurm_reboot_is_confirmed_by_slurm_boot_time(tmp_path: Path) -> None:
-    scripted, reboot = Scripted(tmp_path), remedy(7, RemediationKind.REBOOT)
-    scripted.shows("IDLE", "2031-01-01T00:00:00")  # later than the remedy: that node's clock is ahead
+    scripted, reboot = Scripted(tmp_path), remediation(7, RemediationKind.REBOOT)
+    scripted.shows("IDLE", "2031-01-01T00:00:00")  # later than the remediation: the node's clock is ahead
     assert not scripted.slurm.is_done(reboot)
     scripted.slurm.apply(reboot)
     (order,) = scripted.orders()
@@ -182,7 +169,7 @@ def test_slurm_reboot_is_confirmed_by_slurm_boot_time(tmp_path: Path) -> None:
     for state, booted, done in (
         ("DOWN+DRAIN+REBOOT_ISSUED", "2031-01-01T00:00:00", False),
         ("DOWN+DRAIN+REBOOT_ISSUED", "2031-01-01T01:00:00", False),
-        ("DOWN", "2031-01-01T00:00:02", False),  # the same boot, dated anew
+        ("DOWN", "2031-01-01T00:00:02", False),  # the same boot with another time
         ("DOWN", "2031-01-01T00:01:00", True),
     ):
         scripted.shows(state, booted, f"{reason} : reboot issued")
@@ -194,7 +181,7 @@ def test_slurm_reboot_is_confirmed_by_slurm_boot_time(tmp_path: Path) -> None:
 def test_slurm_reboot_respects_cancelled_and_foreign_reboots(
     tmp_path: Path,
 ) -> None:
-    scripted, reboot = Scripted(tmp_path), remedy(7, RemediationKind.REBOOT)
+    scripted, reboot = Scripted(tmp_path), remediation(7, RemediationKind.REBOOT)
     booted = "2026-01-01T00:00:00"
     scripted.shows("IDLE", booted, f"everstep n1-a7 after boot of {booted}: it hangs")
     scripted.slurm.apply(reboot)

@@ -1,28 +1,28 @@
-"""What a webhook's answers mean: a remedy that is refused is given up, whatever else goes wrong is asked for again."""
+"""Answers of a webhook: a refused remediation is given up, and any other failure is retried."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
-from everstep_controller.core.effects import RemediationKind
-from everstep_controller.remediation.webhook import WebhookRemediator
 
 from everstep.errors import Conflict, EverstepError, Unavailable
-from tests.support.hook import Receiver
-from tests.support.remedies import remedy
+from everstep_controller.core.effects import RemediationKind
+from everstep_controller.remediation.webhook import WebhookRemediator
+from tests.support.fleet.remediations import remediation
+from tests.support.services.webhook_receiver import WebhookReceiver
 
 SECRET = b"the webhook's own secret"
 
 
 @pytest.fixture
-def receiver() -> Iterator[Receiver]:
-    receiver = Receiver(SECRET)
+def receiver() -> Iterator[WebhookReceiver]:
+    receiver = WebhookReceiver(SECRET)
     yield receiver
     receiver.close()
 
 
-def webhook(receiver: Receiver, secret: bytes = SECRET) -> WebhookRemediator:
+def webhook(receiver: WebhookReceiver, secret: bytes = SECRET) -> WebhookRemediator:
     return WebhookRemediator(receiver.url, secret, wall=lambda: 1.7e9, cordons=True)
 
 
@@ -41,27 +41,27 @@ def webhook(receiver: Receiver, secret: bytes = SECRET) -> WebhookRemediator:
     ],
 )
 def test_webhook_status_maps_to_conflict_or_unavailable(
-    receiver: Receiver, status: int, kind: type[EverstepError]
+    receiver: WebhookReceiver, status: int, kind: type[EverstepError]
 ) -> None:
     receiver.status = status
     for ask in (webhook(receiver).apply, webhook(receiver).is_done):
         with pytest.raises(kind, match=f"the webhook answered {status}"):
-            ask(remedy(1, RemediationKind.REBOOT))
+            ask(remediation(1, RemediationKind.REBOOT))
 
 
-def test_webhook_refuses_wrong_signature(receiver: Receiver) -> None:
+def test_webhook_refuses_wrong_signature(receiver: WebhookReceiver) -> None:
     with pytest.raises(Conflict, match="answered 401"):
-        webhook(receiver, b"another secret").apply(remedy(1, RemediationKind.REBOOT))
+        webhook(receiver, b"another secret").apply(remediation(1, RemediationKind.REBOOT))
     assert receiver.done == {}
 
 
-def test_webhook_refusal_carries_the_receiver_message(receiver: Receiver) -> None:
-    receiver.says = lambda remedy: {"state": "refused", "detail": "no reboots on Fridays"}
+def test_webhook_refusal_carries_the_receiver_message(receiver: WebhookReceiver) -> None:
+    receiver.answer = lambda remediation: {"state": "refused", "detail": "no reboots on Fridays"}
     with pytest.raises(Conflict, match="no reboots on Fridays"):
-        webhook(receiver).apply(remedy(1, RemediationKind.REBOOT))
+        webhook(receiver).apply(remediation(1, RemediationKind.REBOOT))
 
 
-def test_webhook_unknown_answer_is_retried(receiver: Receiver) -> None:
-    receiver.says = lambda remedy: {"state": "perhaps"}
+def test_webhook_unknown_answer_is_retried(receiver: WebhookReceiver) -> None:
+    receiver.answer = lambda remediation: {"state": "perhaps"}
     with pytest.raises(Unavailable, match="answer is invalid"):
-        webhook(receiver).apply(remedy(1, RemediationKind.REBOOT))
+        webhook(receiver).apply(remediation(1, RemediationKind.REBOOT))

@@ -1,4 +1,4 @@
-"""What the loop does while the database is away, and when it is back. The core's part is in the core's own tests."""
+"""The fleet loop during and after a database outage. The core's part has tests of its own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
+from everstep.errors import Unavailable
+from everstep.wire.v1.directives import AnyDirective, KillRank, StopJob
 from everstep_controller.core import effects as fx
 from everstep_controller.core import engine
 from everstep_controller.core import events as ev
@@ -15,22 +18,7 @@ from everstep_controller.leadership.lease import NotLeadingError
 from everstep_controller.runtime import commit_buffer
 from everstep_controller.runtime.transaction import DecideFunction
 from everstep_controller.store.database_errors import DatabaseUnavailable, LeadershipLost
-from everstep_controller.store.rows import (
-    AuditRow,
-    Batch,
-    FindingRow,
-    GenerationRow,
-    OutboxRow,
-    RecoveryRow,
-    RemediationRow,
-    RemediationState,
-    VerdictRow,
-)
-
-from everstep.errors import Unavailable
-from everstep.wire.v1.directives import AnyDirective, KillRank, StopJob
-from tests.support.generations import generation
-from tests.support.running_loop import Running, scenario, settle
+from tests.unit.controller.runtime.running_loop import Running, scenario, settle
 
 AWAY = DatabaseUnavailable("the disk is full: make room on it")
 
@@ -52,7 +40,7 @@ def end(node: str) -> StopJob:
 def noting(
     news: list[ev.DatabaseAvailabilityChanged], sends: bool = True, directive: Callable[[str], AnyDirective] = kill
 ) -> DecideFunction:
-    """The core, which keeps what it hears of the database; each registration sends the node a directive."""
+    """The core with a record of database outages; each registration sends the node a directive."""
 
     def decide(state: FleetState, event: ev.Event, now: float) -> list[fx.Effect]:
         if isinstance(event, ev.DatabaseAvailabilityChanged):
@@ -80,7 +68,7 @@ async def goes_away(running: Running) -> None:
 
 
 def bodies(running: Running, node: str) -> list[bytes]:
-    return [one.body.json for one in running.outbox.pending(node)]
+    return [directive.body.json for directive in running.outbox.pending(node)]
 
 
 def test_requests_are_not_acknowledged_during_outage() -> None:
@@ -94,20 +82,10 @@ def test_requests_are_not_acknowledged_during_outage() -> None:
         away = running.loop.database_outage()
         assert away is not None
         assert "the disk is full" in away.reason
-        assert [(one.is_unavailable, "disk is full" in one.reason) for one in news] == [(True, True)]
-        assert running.audit == []
+        assert [(item.is_unavailable, "disk is full" in item.reason) for item in news] == [(True, True)]
+        assert running.events == []
 
     scenario(body, decide=noting(news))
-
-
-def test_outage_reason_comes_from_the_latest_attempt() -> None:
-    async def body(running: Running) -> None:
-        await goes_away(running)
-        running.disk.failure = DatabaseUnavailable("nothing listens there")
-        away = running.loop.database_outage()
-        await until(lambda: away is not None and away.reason == "nothing listens there")
-
-    scenario(body, decide=noting([]))
 
 
 def test_forgettable_request_is_answered_during_outage() -> None:
@@ -131,8 +109,8 @@ def test_outage_backlog_is_written_completely_and_in_order() -> None:
         assert not news[1].is_unavailable
         batches = running.disk.written[written:]
         assert {node for batch in batches for node in batch.nodes} == {"n1", "n2", "n3"}
-        numbers = [row.id for batch in batches for row in batch.audit]
-        assert numbers == sorted(set(numbers)) == [row.id for row in running.audit]
+        numbers = [row.id for batch in batches for row in batch.event_log]
+        assert numbers == sorted(set(numbers)) == [row.id for row in running.events]
         assert await running.register("n4") == "n4"
 
     scenario(body, decide=noting(news))
@@ -153,20 +131,6 @@ def test_outage_directives_are_pushed_but_failed_ones_held() -> None:
     scenario(body, decide=noting([]))
 
 
-def test_held_directive_is_renumbered_after_outage() -> None:
-    async def body(running: Running) -> None:
-        await goes_away(running)
-        await running.register("n1", forgettable=True)
-        (overtook,) = running.outbox.pending("n1")
-        running.outbox.acknowledge("n1", overtook.seq)
-        running.disk.failure = None
-        await until(lambda: running.outbox.pending("n1"))
-        (late,) = running.outbox.pending("n1")
-        assert late.seq > overtook.seq
-
-    scenario(body, decide=noting([]))
-
-
 def test_job_end_is_not_sent_before_durable() -> None:
     """Launchers that have heard it are gone. A controller that follows this one and does not know of the end would have
     the job wait for them for ever."""
@@ -181,24 +145,6 @@ def test_job_end_is_not_sent_before_durable() -> None:
         assert len(bodies(running, "n2")) == 1
 
     scenario(body, decide=noting([], directive=end))
-
-
-def test_outage_event_names_jobs_with_unsent_generation() -> None:
-    news: list[ev.DatabaseAvailabilityChanged] = []
-    decide = noting(news, sends=False)
-
-    def forming(state: FleetState, event: ev.Event, now: float) -> list[fx.Effect]:
-        effects = decide(state, event, now)
-        if isinstance(event, ev.AgentRegistered):
-            effects.append(fx.PutGeneration(generation(1), now))
-        return effects
-
-    async def body(running: Running) -> None:
-        await goes_away(running)
-        await until(lambda: news)
-        assert news[0].unsent_jobs == (generation(1).job,)
-
-    scenario(body, decide=forming)
 
 
 def test_outage_backlog_is_bounded_and_loses_nothing() -> None:
@@ -221,49 +167,6 @@ def test_outage_backlog_is_bounded_and_loses_nothing() -> None:
     scenario(body, decide=noting([]), outage_buffer_bytes=20_000)
 
 
-TEXT = "x" * 10_000
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [
-        Batch(fleet=TEXT),
-        Batch(nodes={"n1": TEXT}),
-        Batch(active_findings={("n1", "key"): TEXT}),
-        Batch(jobs={"j": TEXT}),
-        Batch(outbox=[OutboxRow(node="n1", seq=1, body=TEXT)]),
-        Batch(generations=[GenerationRow(job="j", number=1, reason="", trace="", issued_at=1.0, doc=TEXT)]),
-        Batch(recoveries=[RecoveryRow(job="j", generation=1, doc=TEXT)]),
-        Batch(verdicts=[VerdictRow(id="1", node="n1", decision="evict", at=1.0, trace="", doc=TEXT)]),
-        Batch(audit=[AuditRow(id=1, at=1.0, kind="test", sentence=TEXT[:5000], detail=TEXT[5000:])]),
-        Batch(findings=[FindingRow(node="n1", key="key", kind="test", at=1.0, doc=TEXT)]),
-        Batch(
-            remediations={
-                "1": RemediationRow(
-                    id="1", node="n1", kind="cordon", state=RemediationState.REQUESTED, requested_at=1.0, doc=TEXT
-                )
-            }
-        ),
-    ],
-    ids=lambda batch: next(name for name in batch.__struct_fields__ if name != "number" and getattr(batch, name)),
-)
-def test_batch_size_counts_its_texts(batch: Batch) -> None:
-    assert len(TEXT) <= batch.approximate_bytes() < len(TEXT) + 1000
-
-
-def test_stored_batch_is_not_written_twice() -> None:
-    async def body(running: Running) -> None:
-        running.disk.failure = DatabaseUnavailable("the connection broke in COMMIT", is_batch_queued=True)
-        with pytest.raises(Unavailable):
-            await running.register("n1")
-        await until(lambda: running.disk.tries > 3)
-        running.disk.failure = None
-        await until(lambda: running.loop.database_outage() is None)
-        assert not [batch for batch in running.disk.written if "n1" in batch.nodes]
-
-    scenario(body, decide=noting([], sends=False))
-
-
 @pytest.mark.promise("database-outage")
 def test_superseded_controller_discards_its_backlog() -> None:
     async def body(running: Running) -> None:
@@ -272,7 +175,7 @@ def test_superseded_controller_discards_its_backlog() -> None:
         with pytest.raises(LeadershipLost):
             await running.task
         assert not [batch for batch in running.disk.written if "n1" in batch.nodes]
-        assert running.audit == []
+        assert running.events == []
 
     scenario(body, decide=noting([]))
 

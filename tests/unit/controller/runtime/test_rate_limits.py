@@ -1,4 +1,4 @@
-"""Token buckets against buckets that are filled drop by drop, and the quota of audit entries of each node."""
+"""Compare token buckets with buckets filled drop by drop, and test each node's quota of event log entries."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from unittest.mock import Mock
 
-import msgspec
 import pytest
-from everstep_controller.core import events as ev
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.testclient import TestClient
+
+from everstep.wire.v1 import operator as op
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.runtime import rate_limits
 from everstep_controller.runtime.rate_limits import (
@@ -19,17 +22,11 @@ from everstep_controller.runtime.rate_limits import (
     EventQuota,
     NodeLog,
     TokenBuckets,
-    causing_node,
 )
 from everstep_controller.runtime.transaction import Transaction
-from hypothesis import given
-from hypothesis import strategies as st
-from starlette.testclient import TestClient
-
-from everstep.wire.v1 import operator as op
-from tests.support.controllers import VIEWER, InProcess, Speaker, get, post, registration
-from tests.support.report_stream import finding
-from tests.support.waiting import until
+from tests.support.fleet.controllers import VIEWER, AgentClient, InProcess, get, post
+from tests.support.fleet.report_stream import finding
+from tests.support.processes.waiting import until
 
 BURST = 20
 
@@ -58,16 +55,6 @@ def test_node_log_limits_each_node_by_itself(caplog: pytest.LogCaptureFixture) -
     log_line(logging.WARNING, "n1", "%s", "x" * 900_000)
     assert caplog.messages[0] == "90 lines about node n1 were left out of the log"
     assert len(caplog.messages[1]) < 600
-
-
-def test_exhausted_bucket_survives_pruning_of_idle_ones() -> None:
-    buckets: TokenBuckets[str] = TokenBuckets(1.0, 2.0, max_keys=4)
-    for idle in ("a", "b", "c"):
-        buckets.take(idle, 0.0)
-    buckets.take("busy", 1.5, 2)
-    buckets.take("d", 1.5)
-    assert len(buckets) == 2
-    assert buckets.take("busy", 1.5) == 1.0
 
 
 TICK_S = 1 / 8
@@ -126,27 +113,20 @@ def test_event_quota_reports_suppressed_events_once() -> None:
             quota.is_allowed("n1", kind, 100.0)
     assert len(suppressed) == 16
     assert [quota.record_suppressed(transaction, 160.0) for _ in range(2)] == [1, 0]
-    ((line,), _) = transaction.add_audit_entry.call_args
+    ((line,), _) = transaction.add_event_log_entry.call_args
     assert (line.kind, line.node, line.data) == (SUPPRESSED, "n1", {"user_error": "9", "finding": "7"})
     assert "9 of user_error, 7 of finding were left out" in line.sentence
-
-
-def test_event_cause_is_the_reporting_node() -> None:
-    assert causing_node(ev.AgentRegistered(register=registration("n1", 1))) == "n1"
-    assert causing_node(ev.NodeDisconnected(node="n1", incarnation=1)) == "n1"
-    assert causing_node(ev.OperatorCommand(action=ev.OperatorAction.HOLD, actor="olga", node="n1")) == ""
-    assert causing_node(ev.Tick()) == ""
 
 
 @pytest.fixture
 def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
     monkeypatch.setattr(rate_limits, "REPORT_INTERVAL_S", 0.02)
-    every_finding = msgspec.structs.replace(CorePolicy.lab_preset(), finding_burst_count=1_000_000)
+    every_finding = CorePolicy.lab_preset().with_values(findings={"burst_count": 1_000_000})
     served = InProcess(
         f"sqlite:///{tmp_path / 'c.db'}",
         policy=every_finding,
-        audit_entries_per_node_burst=BURST,
-        audit_entries_per_node_per_s=1e-6,
+        events_per_node_burst=BURST,
+        events_per_node_per_s=1e-6,
     )
     with TestClient(served) as client:
         yield client
@@ -156,9 +136,9 @@ def events(client: TestClient, node: str, kind: str) -> list[op.Event]:
     return list(get(client, f"/v1/events?node={node}&kind={kind}&limit=1000", op.EventList).events)
 
 
-@pytest.mark.promise("audit-orders")
+@pytest.mark.promise("event-log-orders")
 def test_event_flood_of_one_node_is_suppressed_and_counted(client: TestClient) -> None:
-    wild, other = Speaker(client, "n1"), Speaker(client, "n2")
+    wild, other = AgentClient(client, "n1"), AgentClient(client, "n2")
     wild.register()
     other.register()
     wild.report(*(finding(number) for number in range(3 * BURST)))
@@ -168,8 +148,8 @@ def test_event_flood_of_one_node_is_suppressed_and_counted(client: TestClient) -
     assert len(events(client, "n1", "operator.hold")) == 1
     assert len(events(client, "n2", "finding")) == 1
     until(lambda: bool(events(client, "n1", SUPPRESSED)), "the event that tells of it")
-    (told,) = events(client, "n1", SUPPRESSED)
-    assert told.detail == {"finding": str(2 * BURST)}
+    (suppressed,) = events(client, "n1", SUPPRESSED)
+    assert suppressed.detail == {"finding": str(2 * BURST)}
     assert f"everstep_controller_events_suppressed_total {2 * BURST}.0" in client.get("/metrics", headers=VIEWER).text
     shown = get(client, "/v1/nodes/n1", op.NodeDetail)
     assert len(shown.findings) == 3 * BURST

@@ -1,4 +1,4 @@
-"""What a standby has read before its turn comes is what it would read then."""
+"""The records that a standby reads ahead equal those that it would read after its takeover."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
+from sqlalchemy import Engine
+
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.core.records import NodeIdentity, NodeRecord
 from everstep_controller.runtime.startup_state import NO_RECORDS, KnownRecords, read_records, restore_state
 from everstep_controller.store.database import open_database
 from everstep_controller.store.rows import Batch
 from everstep_controller.store.writer import DatabaseWriter
-from sqlalchemy import Engine
 
 
 @pytest.fixture
@@ -63,7 +64,11 @@ def look(engine: Engine, known: KnownRecords) -> KnownRecords:
 def test_read_ahead_rereads_only_changed_records(engine: Engine, leader: Leader) -> None:
     leader.put(n1="one", n2="two", n3="three")
     first = look(engine, NO_RECORDS)
-    assert {node: one.sentence for node, one in first.records.items()} == {"n1": "one", "n2": "two", "n3": "three"}
+    assert {node: record.sentence for node, record in first.records.items()} == {
+        "n1": "one",
+        "n2": "two",
+        "n3": "three",
+    }
     leader.put(n2="changed", n4="new")
     leader.put(n2="two", n5="newer")  # as it was, and yet written
     leader.forget("n3")
@@ -89,22 +94,6 @@ def test_takeover_after_read_ahead_restores_the_same_fleet(engine: Engine, leade
     policy = CorePolicy.lab_preset()
     assert restore_state(policy, ahead, known).nodes == restore_state(policy, whole).nodes
     assert not whole.unchanged
-
-
-def test_read_ahead_is_void_after_database_restart(engine: Engine, leader: Leader) -> None:
-    """It may have been restored from a copy meanwhile: then other records stand under the same marks."""
-    leader.put(n1="in the restored database")
-    marks = look(engine, NO_RECORDS).row_versions
-    elsewhere = KnownRecords(
-        marks._replace(server="before"),
-        {"n1": NodeRecord(node="n1", sentence="lost", identity=NodeIdentity(incarnation=1, vault=""))},
-    )
-    follower = DatabaseWriter(engine)
-    assert list(follower.take_over(known=elsewhere.row_versions).nodes) == ["n1"]
-    follower.close()
-    again = look(engine, elsewhere)
-    assert again.records["n1"].sentence == "in the restored database"
-    assert again.row_versions == marks
 
 
 def test_read_ahead_skips_unreadable_record(engine: Engine, leader: Leader) -> None:

@@ -1,29 +1,34 @@
-"""What a transaction makes of the core's effects: what is stored, what is only said, what a later one takes back."""
+"""The writes of a transaction: repeatable directives are not stored, and removed records are not written."""
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
+from sqlalchemy import Engine
+
+from everstep.vocabulary import Finding, Severity
+from everstep.wire.v1.agent import GpuGauges
 from everstep_controller.core import effects as fx
 from everstep_controller.core import engine
 from everstep_controller.core import events as ev
+from everstep_controller.core.records import NodeHealth, NodeIdentity, NodeRecord
 from everstep_controller.core.state import FleetState
-from everstep_controller.runtime.transaction import DecideFunction
+from everstep_controller.runtime.transaction import DecideFunction, FindingDelta
+from everstep_controller.store import threads
 from everstep_controller.store.rows import Batch
-
-from everstep.ids import Version
-from everstep.wire.v1.agent import GpuGauges
-from everstep.wire.v1.directives import AnyDirective, ProtectVersion, SpillVersion, StopJob, VersionNotice
-from tests.support.controllers import joined
-from tests.support.running_loop import Running, scenario
-
-AT = Version(1, 5)
+from everstep_controller.store.threads import DatabaseStore, DatabaseThread
+from tests.support.fleet.controllers import joined
+from tests.support.fleet.findings import xid
+from tests.unit.controller.runtime.running_loop import Running, scenario
 
 
 def deciding(change: Callable[[list[fx.Effect]], list[fx.Effect]]) -> DecideFunction:
-    """The core, whose effects of what agents say are changed so."""
+    """A core with changed effects of agents' messages."""
 
     def decide(state: FleetState, event: ev.Event, now: float) -> list[fx.Effect]:
         effects = engine.handle(state, event, now)
@@ -33,7 +38,7 @@ def deciding(change: Callable[[list[fx.Effect]], list[fx.Effect]]) -> DecideFunc
 
 
 async def of_one_report(running: Running) -> Batch:
-    """A node registers, and its launcher joins a job ``j``: what that wrote."""
+    """Register a node whose launcher joins a job ``j``, and return the writes."""
     before = len(running.disk.written)
     await running.register("n1")
     report = ev.ReportArrived(node="n1", incarnation=1, number=1, body=joined("j", 1.0), entropy="0" * 64, trace="t")
@@ -42,46 +47,6 @@ async def of_one_report(running: Running) -> Batch:
     for batch in running.disk.written[before:]:
         whole.merge(batch)
     return whole
-
-
-@pytest.mark.parametrize(
-    ("directive", "is_stored"),
-    [
-        (StopJob(job="j", ok=True, reason="done"), True),
-        (VersionNotice(job="j", generation=1, committed=None, candidate=9), False),
-        (SpillVersion(job="j", generation=1, version=AT, url="/s", writers={"n1": (0,)}), False),
-        (ProtectVersion(job="j", generation=1, version=AT, groups=()), False),
-    ],
-    ids=lambda value: type(value).__name__,
-)
-def test_repeatable_directive_is_not_stored(directive: AnyDirective, is_stored: bool) -> None:
-    async def body(running: Running) -> None:
-        before = len(running.disk.written)
-        await running.register("n1")
-        await running.register("n1")
-        stored = [row.seq for batch in running.disk.written[before:] for row in batch.outbox]
-        waiting = [one.seq for one in running.outbox.pending("n1")]
-        assert len(stored) == (2 if is_stored else 0)
-        assert len(waiting) == (2 if is_stored else 1), "of what is not, the newest is enough"
-
-    scenario(body, decide=deciding(lambda effects: [*effects, fx.Send("n1", directive)]))
-
-
-def test_acknowledged_directive_is_deleted_with_next_write() -> None:
-    async def body(running: Running) -> None:
-        await running.register("n1")
-        (sent,) = running.outbox.pending("n1")
-        running.outbox.acknowledge("n1", sent.seq)
-        before = len(running.disk.written)
-        await running.loop.submit(lambda tx, now: None)
-        assert len(running.disk.written) == before
-        await running.register("n2")
-        assert [batch.acknowledged for batch in running.disk.written[before:] if batch.acknowledged] == [
-            {"n1": sent.seq}
-        ]
-
-    stop = StopJob(job="j", ok=True, reason="done")
-    scenario(body, decide=deciding(lambda effects: [*effects, fx.Send("n1", stop)]))
 
 
 @pytest.mark.parametrize("kind", ["node", "job"])
@@ -104,14 +69,66 @@ def test_forgotten_record_is_not_written_in_same_transaction(kind: str) -> None:
     scenario(body, decide=deciding(lambda effects: [*effects, drop]))
 
 
-def test_record_created_after_forget_is_written() -> None:
-    def back(effects: list[fx.Effect]) -> list[fx.Effect]:
-        nodes: list[fx.Effect] = [fx.DeleteNode(one.node) for one in effects if isinstance(one, fx.PutNode)]
-        return [*nodes, *(fx.DeleteJob(one.job) for one in effects if isinstance(one, fx.PutJob)), *effects]
+LONG_S = 5.0
 
-    async def body(running: Running) -> None:
-        batch = await of_one_report(running)
-        assert (list(batch.nodes), list(batch.forgotten_nodes)) == (["n1"], ["n1"])
-        assert (list(batch.jobs), list(batch.forgotten_jobs)) == (["j"], ["j"])
 
-    scenario(body, decide=deciding(back))
+def ended(lane: DatabaseThread, until: threading.Event) -> list[str]:
+    """Close the lane during a call that waits for ``until``, and return the order of the last call and the end."""
+    came: list[str] = []
+
+    async def story() -> None:
+        calling = asyncio.create_task(lane.call(lambda: until.wait(LONG_S), 10 * LONG_S))
+        await asyncio.sleep(0)  # it is under way
+        await asyncio.to_thread(lane.close, lambda: came.append("last"))
+        came.append("closed")
+        until.set()
+        await calling
+
+    asyncio.run(story())
+    return came
+
+
+def test_lane_aborts_hanging_call_and_runs_last_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "CLOSE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(threads, "ABORT_TIMEOUT_S", LONG_S)
+    cut = threading.Event()
+    assert ended(DatabaseThread("test", cut.set), cut) == ["last", "closed"]
+
+
+def test_lane_closes_despite_call_without_abort(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "CLOSE_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(threads, "ABORT_TIMEOUT_S", 0.01)
+    assert ended(DatabaseThread("test", lambda: None), threading.Event()) == ["closed"]
+
+
+def test_store_can_be_closed_twice(engine: Engine) -> None:
+    store = DatabaseStore(engine)
+    asyncio.run(store.query(lambda connection: None))
+    for _ in range(2):
+        store.close()
+
+
+Findings = dict[str, Finding]
+
+
+def mild(number: int) -> Finding:
+    return msgspec.structs.replace(xid(number), subject=f"GPU-{number}", severity=Severity.WARNING)
+
+
+def _record(**findings: Finding) -> NodeRecord:
+    return NodeRecord(
+        node="n1", identity=NodeIdentity(incarnation=1, vault=""), health=NodeHealth(agent_findings=findings)
+    )
+
+
+def test_standing_findings_write_only_changes() -> None:
+    first, second = mild(31), mild(43)
+    record = _record(a=first, b=second)
+    standing = FindingDelta([])
+    assert dict(standing.changes(record)) == {"a": first, "b": second}
+    assert dict(standing.changes(record)) == {}
+    again = msgspec.structs.replace(second, since=5.0)
+    record.health.agent_findings = {"b": again}
+    assert dict(standing.changes(record)) == {"a": None, "b": again}
+    record.health.agent_findings = {}
+    assert dict(standing.changes(record)) == {"b": None}

@@ -1,5 +1,4 @@
-"""A controller process that is asked for more than it may take: what is refused, with which reason, what is counted,
-and what comes first.
+"""Overload of a controller process: its refusals and their reasons, its counters, and its order of work.
 
 The database is locked from outside for a moment, so that a transaction waits and the queue behind it fills.
 """
@@ -13,6 +12,7 @@ import sqlite3
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,10 @@ from everstep.vocabulary import Action, Finding, FindingKind, Severity
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.agent import FrameKind, FrameRefused, Heartbeat, NumberedReport, Reports, ReportsAnswer
 from everstep.wire.v1.training import FindingRaised
-from tests.support.controllers import OPERATOR, PATIENT, VIEWER, ControllerProcess, controller_process
-from tests.support.forked import ForkPool
-from tests.support.sessions import AgentSession
-from tests.support.waiting import until
+from tests.support.fleet.controllers import LONG_SILENCES, OPERATOR, VIEWER, ControllerProcess, controller_process
+from tests.support.fleet.session_client import AgentSession
+from tests.support.processes.fork_pool import ForkPool
+from tests.support.processes.waiting import until
 
 ROOM = 4
 """Stimuli that may wait."""
@@ -36,7 +36,7 @@ LOCKABLE = f"queue_limit = {ROOM}\ncommit_timeout_s = 30.0\n"
 @contextmanager
 def controller(program_forks: ForkPool, folder: Path, settings: str) -> Iterator[ControllerProcess]:
     file = folder / "settings.toml"
-    file.write_text(f"{settings}[policy]\nfinding_burst_count = 1000000\n{PATIENT}")
+    file.write_text(f"{settings}[policy.findings]\nburst_count = 1000000\n{LONG_SILENCES}")
     with controller_process(folder, program_forks, arguments=("--settings", str(file))) as process:
         yield process
 
@@ -52,7 +52,7 @@ def locked(process: ControllerProcess) -> Iterator[None]:
 
 @contextmanager
 def sessions(process: ControllerProcess, count: int) -> Iterator[list[AgentSession]]:
-    """Agents that have registered and told that they find nothing."""
+    """Agents that have registered and reported no findings."""
     with ExitStack() as stack:
         made = []
         for number in range(count):
@@ -64,7 +64,7 @@ def sessions(process: ControllerProcess, count: int) -> Iterator[list[AgentSessi
 
 
 def disk(severity: Severity) -> FindingRaised:
-    """A report from which nothing follows, so that nothing but what a test says is in the queue."""
+    """A report without consequences, so that the queue holds only a test's own messages."""
     finding = Finding(kind=FindingKind.HOST_DISK, subject="/", severity=severity, message="full", action=Action.NONE)
     return FindingRaised(finding=finding)
 
@@ -83,15 +83,19 @@ def shed(process: ControllerProcess, kind: str) -> float:
     return measured(process, f'requests_shed_total{{class="{kind}"}}')
 
 
-def fill(process: ControllerProcess, said: list[tuple[AgentSession, FindingRaised]], waiting: int) -> None:
-    """Each says its report, one after another; then so many wait, of which one is being written."""
-    for left, (session, report) in reversed(list(enumerate(reversed(said)))):
-        session.say_reports(report)
-        until(lambda left=left: measured(process, "queue_depth") == waiting - left, "the queue to fill")
+def is_queue_depth(process: ControllerProcess, depth: int) -> bool:
+    return measured(process, "queue_depth") == depth
+
+
+def fill(process: ControllerProcess, reports: list[tuple[AgentSession, FindingRaised]], waiting: int) -> None:
+    """Send each report, and wait until this number is queued, of which one is being written."""
+    for left, (session, report) in reversed(list(enumerate(reversed(reports)))):
+        session.send_reports(report)
+        until(partial(is_queue_depth, process, waiting - left), "the queue to fill")
 
 
 def refusal(process: ControllerProcess, method: str, path: str, body: Any, headers: dict[str, str]) -> dict[str, Any]:
-    """What a request is refused with; its headers beside the problem's fields."""
+    """Return the problem document of a refused request, with its status and retry time."""
     with closing(process.connection()) as connection:
         connection.request(method, path, None if body is None else msgspec.json.encode(body), headers)
         answer: http.client.HTTPResponse = connection.getresponse()
@@ -109,28 +113,28 @@ def first_findings(process: ControllerProcess) -> dict[str, int]:
 
 @pytest.mark.promise("overload")
 def test_overload_sheds_routine_before_urgent_reports(program_forks: ForkPool, tmp_path: Path) -> None:
-    with controller(program_forks, tmp_path, LOCKABLE) as process, sessions(process, 8) as said:
+    with controller(program_forks, tmp_path, LOCKABLE) as process, sessions(process, 8) as opened:
         assert (shed(process, "routine"), shed(process, "urgent")) == (0, 0)
         with locked(process):
-            fill(process, [(said[0], URGENT)], 1)
-            fill(process, [(one, MILD) for one in said[1 : 1 + ROOM]], 1 + ROOM)
-            said[5].say_reports(MILD)
-            refused = said[5].answer(FrameRefused)
+            fill(process, [(opened[0], URGENT)], 1)
+            fill(process, [(session, MILD) for session in opened[1 : 1 + ROOM]], 1 + ROOM)
+            opened[5].send_reports(MILD)
+            refused = opened[5].answer(FrameRefused)
             assert (refused.frame_kind, refused.code) == (FrameKind.REPORTS, "unavailable")
             assert (refused.retry_after_s or 0) > 0
             assert f"{ROOM} requests wait already" in refused.message
             reports = Reports(incarnation=1, reports=(NumberedReport(number=1, body=MILD),))
-            said[6].say(FrameKind.REPORTS, reports)
-            assert said[6].answer(FrameRefused).code == "unavailable"
+            opened[6].send_frame(FrameKind.REPORTS, reports)
+            assert opened[6].answer(FrameRefused).code == "unavailable"
             assert shed(process, "routine") == 2
-            said[7].say_reports(URGENT)
-            given_up = said[1].answer(FrameRefused)  # the oldest
+            opened[7].send_reports(URGENT)
+            given_up = opened[1].answer(FrameRefused)  # the oldest
             assert (given_up.frame_kind, given_up.code) == (FrameKind.REPORTS, "unavailable")
             assert (shed(process, "routine"), shed(process, "urgent")) == (3, 0)
-        for session in (said[0], said[7], said[2], said[3], said[4]):
+        for session in (opened[0], opened[7], opened[2], opened[3], opened[4]):
             assert session.answer(ReportsAnswer).through == 1
-        for session in (said[1], said[5]):  # what was refused is sent again, and lost nothing
-            session.say(FrameKind.REPORTS, reports)
+        for session in (opened[1], opened[5]):  # what was refused is sent again, and lost nothing
+            session.send_frame(FrameKind.REPORTS, reports)
             assert session.answer(ReportsAnswer).through == 1
         at = first_findings(process)
         assert at["n0"] < at["n7"] < min(at["n2"], at["n3"], at["n4"])
@@ -139,19 +143,19 @@ def test_overload_sheds_routine_before_urgent_reports(program_forks: ForkPool, t
 
 @pytest.mark.promise("overload")
 def test_overload_refuses_urgent_reports_and_operators(program_forks: ForkPool, tmp_path: Path) -> None:
-    with controller(program_forks, tmp_path, LOCKABLE) as process, sessions(process, 6) as said:
+    with controller(program_forks, tmp_path, LOCKABLE) as process, sessions(process, 6) as opened:
         with locked(process):
-            fill(process, [(said[0], URGENT)], 1)
-            fill(process, [(one, URGENT) for one in said[1 : 1 + ROOM]], 1 + ROOM)
-            said[5].say_reports(URGENT)
-            assert said[5].answer(FrameRefused).code == "unavailable"
-            told = refusal(process, "POST", "/v1/nodes/n5/hold", op.ReasonOnlyRequest(reason="a fan"), OPERATOR)
-            assert (told["status"], told["code"], told["retry_after"]) == (503, "unavailable", "1")
-            assert "send this again" in told["detail"]
+            fill(process, [(opened[0], URGENT)], 1)
+            fill(process, [(session, URGENT) for session in opened[1 : 1 + ROOM]], 1 + ROOM)
+            opened[5].send_reports(URGENT)
+            assert opened[5].answer(FrameRefused).code == "unavailable"
+            problem = refusal(process, "POST", "/v1/nodes/n5/hold", op.ReasonOnlyRequest(reason="a fan"), OPERATOR)
+            assert (problem["status"], problem["code"], problem["retry_after"]) == (503, "unavailable", "1")
+            assert "send this again" in problem["detail"]
             assert (shed(process, "routine"), shed(process, "urgent")) == (0, 2)
             answered, _ = process.ask("GET", "/v1/status", None, VIEWER)
             assert answered == 200
-        assert [session.answer(ReportsAnswer).through for session in said[: 1 + ROOM]] == [1] * (1 + ROOM)
+        assert [session.answer(ReportsAnswer).through for session in opened[: 1 + ROOM]] == [1] * (1 + ROOM)
         status, _ = process.ask("POST", "/v1/nodes/n5/hold", op.ReasonOnlyRequest(reason="a fan"), OPERATOR)
         assert status == 200
         assert "database is unavailable" not in process.log()
@@ -167,10 +171,10 @@ def test_rate_limit_answers_retry_after_in_http_and_session(program_forks: ForkP
         answers = [process.ask("GET", "/v1/status", None, VIEWER)[0] for _ in range(3 * BURST)]
         assert answers[:BURST] == [200] * BURST
         assert 429 in answers
-        while (told := refusal(process, "GET", "/v1/events?limit=1", None, VIEWER))["status"] != 429:
+        while (problem := refusal(process, "GET", "/v1/events?limit=1", None, VIEWER))["status"] != 429:
             pass
-        assert (told["code"], told["retry_after"]) == ("rate_limited", "1")
-        assert "too many requests of viewer vera: retry in" in told["detail"]
+        assert (problem["code"], problem["retry_after"]) == ("rate_limited", "1")
+        assert "too many requests of viewer vera: retry in" in problem["detail"]
         refused = beaten_until_refused(session)
         assert (refused.frame_kind, refused.code) == (FrameKind.HEARTBEAT, "rate_limited")
         assert 0 < (refused.retry_after_s or 0) <= 0.25
@@ -182,7 +186,7 @@ def test_rate_limit_answers_retry_after_in_http_and_session(program_forks: ForkP
 
 def beaten_until_refused(session: AgentSession) -> FrameRefused:
     for seq in range(100, 100 + 10 * BURST):
-        session.say(FrameKind.HEARTBEAT, Heartbeat(incarnation=1, seq=seq, sent_at=0.0))
+        session.send_frame(FrameKind.HEARTBEAT, Heartbeat(incarnation=1, seq=seq, sent_at=0.0))
     while True:
         _, message = session.next_frame()
         if isinstance(message, FrameRefused):
@@ -192,7 +196,7 @@ def beaten_until_refused(session: AgentSession) -> FrameRefused:
 def taken_in_the_end(session: AgentSession, report: Reports) -> int:
     """Sends it again when it may, as agents do, until it is taken."""
     while True:
-        session.say(FrameKind.REPORTS, report)
+        session.send_frame(FrameKind.REPORTS, report)
         while True:
             _, message = session.next_frame()
             if isinstance(message, ReportsAnswer):

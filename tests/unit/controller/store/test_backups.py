@@ -8,20 +8,20 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from everstep_controller.store.database import back_up, open_database
-from everstep_controller.store.rows import AuditRow, Batch
-from everstep_controller.store.table_access import AUDIT_ID_GAP, COPY_EPOCH_GAP
-from everstep_controller.store.writer import DatabaseWriter
 from sqlalchemy import text
 from sqlalchemy.engine import make_url
 from sqlalchemy.exc import DBAPIError
 
 from everstep.errors import ConfigurationError
 from everstep.wire.v1 import operator as op
-from tests.support.controllers import VIEWER, ControllerProcess, controller_process
-from tests.support.forked import ForkPool
-from tests.support.report_stream import EVERY_FINDING, ReportStream, reporting
-from tests.support.waiting import until
+from everstep_controller.store.database import back_up, open_database
+from everstep_controller.store.rows import Batch, EventLogRow
+from everstep_controller.store.table_access import COPY_EPOCH_GAP, EVENT_ID_GAP
+from everstep_controller.store.writer import DatabaseWriter
+from tests.support.fleet.controllers import VIEWER, ControllerProcess, controller_process
+from tests.support.fleet.report_stream import EVERY_FINDING, ReportStream, reporting
+from tests.support.processes.fork_pool import ForkPool
+from tests.support.processes.waiting import until
 
 
 def epoch(process: ControllerProcess) -> int:
@@ -64,20 +64,20 @@ def test_backup_during_writes_is_consistent_and_restorable(program_forks: ForkPo
 
 @pytest.mark.parametrize(
     ("lines", "first"),
-    [((), AUDIT_ID_GAP), ((1, 2), AUDIT_ID_GAP), ((2 * AUDIT_ID_GAP, 2 * AUDIT_ID_GAP + 1), 3 * AUDIT_ID_GAP)],
+    [((), EVENT_ID_GAP), ((1, 2), EVENT_ID_GAP), ((2 * EVENT_ID_GAP, 2 * EVENT_ID_GAP + 1), 3 * EVENT_ID_GAP)],
 )
 def test_restored_backup_continues_with_unused_event_ids(tmp_path: Path, lines: tuple[int, ...], first: int) -> None:
     database, copy = f"sqlite:///{tmp_path / 'c.db'}", tmp_path / "copy.db"
     engine = open_database(database)
     writer = DatabaseWriter(engine)
     writer.take_over()
-    rows = [AuditRow(id=number, at=1.0, kind="test", sentence="s") for number in lines]
-    writer.commit([Batch(number=1, audit=rows)])
+    rows = [EventLogRow(id=number, at=1.0, kind="test", sentence="s") for number in lines]
+    writer.commit([Batch(number=1, event_log=rows)])
     writer.close()
     engine.dispose()
     back_up(database, copy)
     restored = open_database(f"sqlite:///{copy}")
-    assert [DatabaseWriter(restored).take_over().newest_audit for _ in range(2)] == [first, first]
+    assert [DatabaseWriter(restored).take_over().newest_event for _ in range(2)] == [first, first]
     restored.dispose()
 
 
@@ -128,7 +128,9 @@ def test_postgresql_dump_is_restorable(tmp_path: Path, postgres: str) -> None:
     engine = open_database(postgres)
     writer = DatabaseWriter(engine)
     writer.take_over()
-    writer.commit([Batch(number=1, nodes={"n1": "kept"}, audit=[AuditRow(id=1, at=1.0, kind="k", sentence="s")])])
+    writer.commit(
+        [Batch(number=1, nodes={"n1": "kept"}, event_log=[EventLogRow(id=1, at=1.0, kind="k", sentence="s")])]
+    )
     plain = make_url(postgres).set(drivername="postgresql").render_as_string(hide_password=False)
     _tool("pg_dump", "--format=custom", "--file", str(tmp_path / "backup.dump"), plain)
     writer.commit([Batch(number=2, nodes={"n2": "lost"})])
@@ -140,7 +142,7 @@ def test_postgresql_dump_is_restorable(tmp_path: Path, postgres: str) -> None:
     writer = DatabaseWriter(engine)
     loaded = writer.take_over()
     assert (loaded.epoch, loaded.batch, loaded.nodes) == (1002, 1, {"n1": "kept"})
-    assert loaded.newest_audit > 10**9  # beyond what was given after the dump
+    assert loaded.newest_event > 10**9  # beyond what was given after the dump
     with pytest.raises(DBAPIError, match="append-only"):
         writer.run(lambda connection: connection.execute(text("DELETE FROM audit")))
     writer.close()

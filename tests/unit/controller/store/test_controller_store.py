@@ -1,19 +1,20 @@
 from __future__ import annotations
 
 from pathlib import Path
-from random import Random
+from typing import Any
 
-import msgspec
 import pytest
+from sqlalchemy import Connection, Engine, event, inspect, select, text
+from sqlalchemy.exc import DBAPIError, IntegrityError
+
+from everstep.errors import ConfigurationError
 from everstep_controller.store import reader as history
-from everstep_controller.store import table_access
+from everstep_controller.store import table_access, tables, writer
 from everstep_controller.store.database import FOR_WRITING, engine_of, open_database, parse_url, upgrade
 from everstep_controller.store.database_errors import DatabaseUnavailable, LeadershipLost
 from everstep_controller.store.rows import (
-    AlertRow,
-    AuditRow,
     Batch,
-    CredentialRow,
+    EventLogRow,
     FindingRow,
     GenerationRow,
     OutboxRow,
@@ -23,11 +24,8 @@ from everstep_controller.store.rows import (
     VerdictRow,
     VersionRow,
 )
+from everstep_controller.store.table_access import upsert
 from everstep_controller.store.writer import DatabaseWriter
-from sqlalchemy import Connection, Engine, inspect, text
-from sqlalchemy.exc import DBAPIError, IntegrityError
-
-from everstep.errors import ConfigurationError
 
 
 def commit(writer: DatabaseWriter, batch: Batch) -> None:
@@ -38,8 +36,8 @@ def commit(writer: DatabaseWriter, batch: Batch) -> None:
     writer.commit([batch])
 
 
-def audit(number: int, **fields: str) -> AuditRow:
-    return AuditRow(id=number, at=float(number), kind="test", sentence=f"event {number}", **fields)  # type: ignore[arg-type]
+def entry(number: int, **fields: str) -> EventLogRow:
+    return EventLogRow(id=number, at=float(number), kind="test", sentence=f"event {number}", **fields)  # type: ignore[arg-type]
 
 
 def generation(number: int) -> GenerationRow:
@@ -82,37 +80,6 @@ def test_findings_are_stored_from_raised_to_cleared(engine: Engine, writer: Data
     ]
 
 
-def test_findings_batch_equals_single_writes(engine: Engine, writer: DatabaseWriter) -> None:
-    draw, expected, standing = Random(7), [], {}
-    for number in range(12):
-        rows = []
-        for at in range(40 * number, 40 * number + 40):
-            node, key = draw.choice("ab"), draw.choice("xyz")
-            doc = "" if draw.random() < 0.3 else f"{at}"
-            rows.append(FindingRow(node=node, key=key, kind=key, at=float(at), doc=doc))
-            if not doc:
-                if (stood := standing.pop((node, key), None)) is not None:
-                    stood["cleared_at"] = float(at)
-            elif (node, key) in standing:
-                standing[node, key]["doc"] = doc
-            else:
-                standing[node, key] = {"node": node, "key": key, "at": float(at), "cleared_at": None, "doc": doc}
-                expected.append(standing[node, key])
-        commit(writer, Batch(findings=rows))
-    with engine.connect() as connection:
-        found = connection.execute(text("SELECT node, key, at, cleared_at, doc FROM findings ORDER BY at")).mappings()
-        assert [dict(row) for row in found] == expected
-    assert len(expected) > 100
-
-
-def test_superseded_directives_are_deleted(engine: Engine, writer: DatabaseWriter) -> None:
-    rows = [OutboxRow(node=node, seq=seq, body="{}") for node in ("n1", "n2") for seq in (1, 2, 3)]
-    commit(writer, Batch(outbox=rows))
-    commit(writer, Batch(superseded=[("n1", 2), ("n2", 1)]))
-    left = [(row.node, row.seq) for row in DatabaseWriter(engine).take_over().outbox]
-    assert left == [("n1", 1), ("n1", 3), ("n2", 2), ("n2", 3)]
-
-
 def test_committed_state_is_loaded_by_next_controller(engine: Engine, writer: DatabaseWriter) -> None:
     commit(
         writer,
@@ -120,7 +87,7 @@ def test_committed_state_is_loaded_by_next_controller(engine: Engine, writer: Da
             fleet='{"probes":3}',
             nodes={"n1": '{"node":"n1"}', "n2": '{"node":"n2"}'},
             jobs={"j": '{"job":"j"}'},
-            audit=[audit(1), audit(2)],
+            event_log=[entry(1), entry(2)],
             outbox=[OutboxRow(node="n1", seq=2, body="{}"), OutboxRow(node="n1", seq=1, body="{}")],
             acknowledged_reports={("n1", 7): 12},
             versions=by_place(version(4, verified=True), version(5)),
@@ -136,32 +103,24 @@ def test_committed_state_is_loaded_by_next_controller(engine: Engine, writer: Da
     assert loaded.jobs == {"j": '{"job":"j"}'}
     assert [row.seq for row in loaded.outbox] == [1, 2]
     assert loaded.acknowledged_reports == {("n1", 7): 12}
-    assert (loaded.newest_audit, loaded.newest_at) == (2, 2.0)
+    assert (loaded.newest_event, loaded.newest_at) == (2, 2.0)
     assert {row.step for row in loaded.versions} == {4, 5}
-
-
-def test_documents_replace_previous_documents(writer: DatabaseWriter, engine: Engine) -> None:
-    commit(writer, Batch(nodes={"n1": "1"}, fleet="a"))
-    commit(writer, Batch(nodes={"n1": "2"}, fleet="b"))
-    with engine.connect() as connection:
-        assert connection.execute(text("SELECT node, doc FROM nodes")).all() == [("n1", "2")]
-        assert connection.execute(text("SELECT doc FROM fleet")).scalars().all() == ["b"]
 
 
 @pytest.mark.promise("generations-increase")
 def test_duplicate_generation_number_rolls_back_the_batch(writer: DatabaseWriter, engine: Engine) -> None:
     commit(writer, Batch(generations=[generation(1)]))
     with pytest.raises(IntegrityError):
-        commit(writer, Batch(nodes={"n1": "x"}, audit=[audit(1)], generations=[generation(1)]))
+        commit(writer, Batch(nodes={"n1": "x"}, event_log=[entry(1)], generations=[generation(1)]))
     with engine.connect() as connection:
         assert connection.execute(text("SELECT count(*) FROM nodes")).scalar() == 0
         assert connection.execute(text("SELECT count(*) FROM audit")).scalar() == 0
 
 
-@pytest.mark.promise("audit-append-only")
+@pytest.mark.promise("event-log-append-only")
 @pytest.mark.parametrize("change", ["UPDATE audit SET sentence = 'nothing happened'", "DELETE FROM audit"])
-def test_audit_log_is_append_only(writer: DatabaseWriter, engine: Engine, change: str) -> None:
-    commit(writer, Batch(audit=[audit(1)]))
+def test_event_log_is_append_only(writer: DatabaseWriter, engine: Engine, change: str) -> None:
+    commit(writer, Batch(event_log=[entry(1)]))
     with engine.connect() as connection, pytest.raises(DBAPIError, match="append-only"), connection.begin():
         connection.execute(text(change))
 
@@ -178,32 +137,32 @@ REPLACED = (
 UPSERTED = f"INSERT INTO audit {FORGED} AND true ON CONFLICT (id) DO UPDATE SET kind = 'forged'"
 
 
-@pytest.mark.promise("audit-append-only")
+@pytest.mark.promise("event-log-append-only")
 @pytest.mark.parametrize("recursive", [False, True], ids=["", "recursive triggers"])
 @pytest.mark.parametrize("change", [*REPLACED, UPSERTED])
-def test_audit_log_refuses_replacement_in_sqlite(tmp_path: Path, change: str, recursive: bool) -> None:
+def test_event_log_refuses_replacement_in_sqlite(tmp_path: Path, change: str, recursive: bool) -> None:
     engine = open_database(f"sqlite:///{tmp_path / 'controller.db'}")
     writer = DatabaseWriter(engine)
     writer.take_over()
-    commit(writer, Batch(audit=[audit(1), audit(2)]))
+    commit(writer, Batch(event_log=[entry(1), entry(2)]))
     writer.close()
     with engine.connect() as connection:
         connection.execute(text(f"PRAGMA recursive_triggers = {int(recursive)}"))
         connection.rollback()
         with pytest.raises(DBAPIError, match="append-only"), connection.begin():
             connection.execute(text(change))
-        assert set(connection.execute(text("SELECT kind FROM audit")).scalars()) == {audit(1).kind}
+        assert set(connection.execute(text("SELECT kind FROM audit")).scalars()) == {entry(1).kind}
     engine.dispose()
 
 
-@pytest.mark.promise("audit-append-only")
-def test_audit_log_refuses_upserts(writer: DatabaseWriter, engine: Engine) -> None:
-    commit(writer, Batch(audit=[audit(1), audit(2)]))
+@pytest.mark.promise("event-log-append-only")
+def test_event_log_refuses_upserts(writer: DatabaseWriter, engine: Engine) -> None:
+    commit(writer, Batch(event_log=[entry(1), entry(2)]))
     change = UPSERTED
     with engine.connect() as connection, pytest.raises(DBAPIError, match="append-only"), connection.begin():
         connection.execute(text(change))
     with engine.connect() as connection:
-        assert set(connection.execute(text("SELECT kind FROM audit")).scalars()) == {audit(1).kind}
+        assert set(connection.execute(text("SELECT kind FROM audit")).scalars()) == {entry(1).kind}
 
 
 @pytest.mark.promise("old-leader-fenced")
@@ -226,35 +185,9 @@ def test_acknowledged_directives_are_deleted(writer: DatabaseWriter, engine: Eng
     assert rows == [("a", 3), ("b", 1), ("b", 2), ("b", 3)]
 
 
-def test_report_marks_of_earlier_incarnations_are_deleted(writer: DatabaseWriter, engine: Engine) -> None:
-    commit(writer, Batch(acknowledged_reports={("n1", 1): 50, ("n2", 1): 5}))
-    commit(writer, Batch(acknowledged_reports={("n1", 2): 3}))
-    with engine.connect() as connection:
-        rows = connection.execute(
-            text("SELECT node, incarnation, through FROM acknowledged_reports ORDER BY node")
-        ).all()
-    assert rows == [("n1", 2, 3), ("n2", 1, 5)]
-
-
-def test_verification_is_added_to_committed_version(writer: DatabaseWriter, engine: Engine) -> None:
-    commit(writer, Batch(versions=by_place(version(1))))
-    for verified in (True, False):
-        commit(writer, Batch(versions=by_place(version(1, verified=verified))))
-        with engine.connect() as connection:
-            assert history.newest_versions(connection, "j", 9) == [version(1, verified=True)]
-
-
-def test_credential_is_replaced_as_a_whole(writer: DatabaseWriter, engine: Engine) -> None:
-    row = CredentialRow(id="c", role="agent", subject="n1", hash="h", created_at=1.0, created_by="a", expires_at=9.0)
-    for kept in (row, msgspec.structs.replace(row, expires_at=None, uses_left=2)):
-        commit(writer, Batch(credentials={"c": kept}))
-        assert DatabaseWriter(engine).take_over().credentials == [kept]
-        writer.take_over()
-
-
 def test_events_are_found_by_id_trace_node_and_job(writer: DatabaseWriter, engine: Engine) -> None:
-    rows = [audit(1, node="a", trace="t1"), audit(2, node="b", trace="t1", job="j"), audit(3, trace="t2", job="j")]
-    commit(writer, Batch(audit=rows))
+    rows = [entry(1, node="a", trace="t1"), entry(2, node="b", trace="t1", job="j"), entry(3, trace="t2", job="j")]
+    commit(writer, Batch(event_log=rows))
     with engine.connect() as connection:
         assert history.events(connection, after=0, limit=9) == rows
         assert [row.id for row in history.events(connection, after=1, limit=1)] == [2]
@@ -262,33 +195,6 @@ def test_events_are_found_by_id_trace_node_and_job(writer: DatabaseWriter, engin
         assert [row.id for row in history.events(connection, after=0, limit=9, trace="t1")] == [1, 2]
         assert [row.id for row in history.events(connection, after=0, limit=9, node="b")] == [2]
         assert [row.id for row in history.events(connection, after=0, limit=9, job="j", trace="t2")] == [3]
-
-
-def test_verdicts_recoveries_and_generations_are_read_back(writer: DatabaseWriter, engine: Engine) -> None:
-    verdicts = [
-        VerdictRow(id=f"n1-{i}", node="n1", decision="evict", at=float(i), trace="t", doc=f'"{i}"') for i in (1, 2)
-    ]
-    recoveries = [RecoveryRow(job="j", generation=i, doc=f'"r{i}"') for i in (1, 2, 3)]
-    generations = [generation(1), generation(2), generation(3)]
-    commit(writer, Batch(verdicts=verdicts, recoveries=recoveries, generations=generations))
-    with engine.connect() as connection:
-        assert history.find_verdict(connection, "n1-2") == '"2"'
-        assert history.find_verdict(connection, "n9-1") is None
-        assert history.newest_verdicts(connection, "n1", 9) == ['"2"', '"1"']
-        assert history.newest_recoveries(connection, "j", 2) == ['"r2"', '"r3"']
-        rows, _ = history.list_page(connection, history.GENERATIONS, "", 2, job="j")
-    assert [row["number"] for row in rows] == [3, 2]
-
-
-def test_reopening_keeps_stored_data(database: str) -> None:
-    for round_ in range(2):
-        engine = open_database(database)
-        writer = DatabaseWriter(engine)
-        loaded = writer.take_over()
-        commit(writer, Batch(nodes={f"n{round_}": "x"}))
-        writer.close()
-        engine.dispose()
-    assert list(loaded.nodes) == ["n0"]
 
 
 def test_interrupted_migration_leaves_no_table(database: str) -> None:
@@ -391,17 +297,6 @@ def test_full_disk_keeps_committed_data(tmp_path: Path) -> None:
     engine.dispose()
 
 
-def test_batch_with_unknown_outcome_is_applied_once(writer: DatabaseWriter, engine: Engine) -> None:
-    first, second = Batch(number=1, audit=[audit(1)]), Batch(number=2, audit=[audit(2)])
-    writer.commit([first])
-    writer.commit([first])
-    writer.commit([first, second])
-    with engine.connect() as connection:
-        assert [row.id for row in history.events(connection, after=0, limit=9)] == [1, 2]
-    writer.close()
-    assert DatabaseWriter(engine).take_over().batch == 2
-
-
 def test_connection_cut_in_transaction_rolls_back(
     postgres: str,
 ) -> None:
@@ -429,9 +324,12 @@ def test_merged_batches_equal_single_batches(database: str, tmp_path: Path) -> N
             acknowledged_reports={("a", 1): 5},
             outbox=[OutboxRow(node="a", seq=1, body="{}")],
         ),
-        Batch(fleet="f", nodes={"b": "2"}, audit=[audit(1)], versions=by_place(version(1, verified=True))),
+        Batch(fleet="f", nodes={"b": "2"}, event_log=[entry(1)], versions=by_place(version(1, verified=True))),
         Batch(
-            acknowledged={"a": 1}, acknowledged_reports={("a", 2): 1}, versions=by_place(version(1)), audit=[audit(2)]
+            acknowledged={"a": 1},
+            acknowledged_reports={("a", 2): 1},
+            versions=by_place(version(1)),
+            event_log=[entry(2)],
         ),
     ]
     merged = Batch()
@@ -455,18 +353,159 @@ def test_merged_batches_equal_single_batches(database: str, tmp_path: Path) -> N
                 loaded.acknowledged_reports,
                 loaded.outbox,
                 loaded.versions,
-                loaded.newest_audit,
+                loaded.newest_event,
             )
         )
         engine.dispose()
     assert found[0] == found[1]
 
 
-def test_alerts_are_stored_until_resolved(writer: DatabaseWriter, engine: Engine) -> None:
-    first, second = AlertRow(fingerprint="a", doc="1"), AlertRow(fingerprint="b", doc="2")
-    writer.run(lambda connection: table_access.write_alerts(connection, [first, second], []))
-    writer.run(
-        lambda connection: table_access.write_alerts(connection, [AlertRow(fingerprint="b", doc="3")], ["a", "c"])
+MANY = 50
+
+
+def _event(number: int) -> dict[str, Any]:
+    return {
+        "id": number,
+        "at": number if number % 3 else number + 0.5,
+        "kind": "k",
+        "node": f'n "{number}" \\ {{,}}',
+        "job": "",
+        "generation": None if number % 2 else number << 33,
+        "trace": "NULL",
+        "sentence": "ä %s %(id)s",
+        "detail": "{}",
+    }
+
+
+def _versions(first: int, verified: float | None) -> list[dict[str, Any]]:
+    return [
+        {
+            "job": "j",
+            "generation": 1,
+            "step": step,
+            "committed_at": 1.5,
+            "verified_at": verified,
+            "bytes": 7,
+            "ranks": 2,
+        }
+        for step in range(first, first + MANY)
+    ]
+
+
+def _play(connection: Connection) -> dict[str, list[Any]]:
+    """The same of everything that is written in numbers: inserted, brought up to date, deleted."""
+    numbers = range(1, MANY + 1)
+    table_access.execute_many(connection, writer._INSERTS["event_log"], [_event(number) for number in numbers])
+    upsert(connection, tables.versions, _versions(1, 2.5))
+    upsert(connection, tables.versions, _versions(1 + MANY // 2, None))
+    queued = [{"node": f"n{number % 5}", "seq": number, "body": "b"} for number in numbers]
+    table_access.execute_many(connection, writer._INSERTS["outbox"], queued)
+    pruned = [{"of": f"n{number}", "last": 20} for number in range(4)]
+    table_access.execute_many(connection, writer._PRUNE_OUTBOX, pruned * 3)
+    table_access.execute_many(connection, writer._DROP_OUTBOX, [{"of": "n4", "is": number} for number in numbers])
+    return {
+        table.name: [tuple(row) for row in connection.execute(select(table).order_by(*table.primary_key))]
+        for table in (tables.event_log, tables.versions, tables.outbox)
+    }
+
+
+def test_bulk_write_equals_single_statements(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    statements: list[str] = []
+    event.listen(engine, "before_cursor_execute", lambda *given: statements.append(given[2]))
+    with engine.connect() as connection:
+        together = _play(connection)
+        connection.rollback()
+        assert any("unnest(" in text for text in statements) == (engine.dialect.name == "postgresql")
+        monkeypatch.setattr(table_access, "MIN_ROWS_FOR_ARRAYS", 1 << 30)
+        statements.clear()
+        apart = _play(connection)
+        connection.rollback()
+    assert not any("unnest(" in text for text in statements)
+    assert together == apart
+    assert len(together["audit"]) == MANY
+    assert {row[0] for row in together["outbox"]} == {"n0", "n1", "n2", "n3"}
+    assert all(row[6] == 2.5 for row in together["versions"] if row[2] <= MANY)
+
+
+def test_bulk_statement_covers_insert_and_delete() -> None:
+    insert = table_access._with_arrays("INSERT INTO t (a, b) VALUES (%(a)s::VARCHAR, %(b)s) ON CONFLICT (a) DO NOTHING")
+    assert insert is not None
+    assert insert[0].endswith("unnest(%(a)s::VARCHAR[], %(b)s::DOUBLE PRECISION[]) ON CONFLICT (a) DO NOTHING")
+    delete = table_access._with_arrays("DELETE FROM t WHERE t.a = %(of)s::VARCHAR")
+    assert delete is not None
+    assert delete[0] == 'DELETE FROM t USING unnest(%(of)s::VARCHAR[]) AS given("of") WHERE t.a = given."of"'
+
+
+def test_other_statements_are_not_rewritten_as_bulk() -> None:
+    assert table_access._with_arrays("UPDATE t SET a = %(a)s::VARCHAR WHERE b = %(b)s::VARCHAR") is None
+    assert table_access._with_arrays("INSERT INTO t (a) SELECT %(a)s::VARCHAR WHERE NOT (EXISTS (SELECT 1))") is None
+    assert table_access._with_arrays("INSERT INTO t (a, b) VALUES (%(a)s::VARCHAR, lower(%(b)s::VARCHAR))") is None
+
+
+TABLES = {
+    "nodes": tables.nodes.c.node,
+    "standing": tables.active_findings.c.node,
+    "verdicts": tables.verdicts.c.id,
+    "outbox": tables.outbox.c.seq,
+    "marks": tables.acknowledged_reports.c.through,
+    "jobs": tables.jobs.c.job,
+    "generations": tables.generations.c.number,
+    "recoveries": tables.recoveries.c.generation,
+    "versions": tables.versions.c.step,
+}
+
+
+def of_node(node: str, number: int) -> Batch:
+    """Return rows for every table, distinguished by ``number``."""
+    return Batch(
+        nodes={node: "{}"},
+        active_findings={(node, "key"): "{}"},
+        verdicts=[VerdictRow(id=f"{node}-{number}", node=node, decision="evict", at=1.0, trace="t", doc="{}")],
+        outbox=[OutboxRow(node=node, seq=number, body="{}")],
+        acknowledged_reports={(node, number): number},
     )
+
+
+def of_job(job: str, number: int) -> Batch:
+    return Batch(
+        jobs={job: "{}"},
+        generations=[GenerationRow(job=job, number=number, reason="", trace="t", issued_at=1.0, doc="{}")],
+        recoveries=[RecoveryRow(job=job, generation=number, doc="{}")],
+        versions={(job, 1, number): VersionRow(job=job, generation=1, step=number, committed_at=1.0)},
+    )
+
+
+BOTH = [of_node("n1", 1), of_node("n2", 2), of_job("j1", 1), of_job("j2", 2)]
+GONE = [Batch(forgotten_nodes={"n1": None}), Batch(forgotten_jobs={"j1": None})]
+LEFT: dict[str, list[Any]] = {
+    "nodes": ["n2"],
+    "standing": ["n2"],
+    "verdicts": ["n2-2"],
+    "outbox": [2],
+    "marks": [2],
+    "jobs": ["j2"],
+    "generations": [2],
+    "recoveries": [2],
+    "versions": [2],
+}
+
+
+def written(database: str, batches: list[Batch]) -> dict[str, list[Any]]:
+    """Return the tables of a new database after these batches, each in a transaction of its own."""
+    engine = open_database(database)
+    writer = DatabaseWriter(engine)
+    writer.take_over()
+    for number, batch in enumerate(batches, start=1):
+        batch.number = number
+        writer.commit([batch])
     writer.close()
-    assert DatabaseWriter(engine).take_over().alerts == [AlertRow(fingerprint="b", doc="3")]
+    with engine.connect() as connection:
+        found = {name: list(connection.execute(select(of).order_by(of)).scalars()) for name, of in TABLES.items()}
+    engine.dispose()
+    return found
+
+
+def test_forgetting_deletes_only_rows_of_the_named_node_or_job(
+    database: str,
+) -> None:
+    assert written(database, [*BOTH, *GONE]) == LEFT

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sqlite3
 from collections.abc import Callable
@@ -10,22 +9,22 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from everstep_controller.store.database import check_file, open_database
-from everstep_controller.store.rows import AuditRow, Batch
-from everstep_controller.store.writer import DatabaseWriter
 
 from everstep.errors import ConfigurationError
-from tests.support.controllers import controller_process
-from tests.support.forked import ForkPool
+from everstep_controller.store.database import check_file, open_database
+from everstep_controller.store.rows import Batch, EventLogRow
+from everstep_controller.store.writer import DatabaseWriter
+from tests.support.fleet.controllers import controller_process
+from tests.support.processes.fork_pool import ForkPool
 
 
 def filled(path: Path, lines: int = 400) -> Path:
-    """A database with some hundred KiB of audit log, all of it in the file itself."""
+    """A database with some hundred KiB of event log, all of it in the file itself."""
     engine = open_database(f"sqlite:///{path}")
     writer = DatabaseWriter(engine)
     writer.take_over()
-    rows = [AuditRow(id=number, at=float(number), kind="test", sentence="s" * 300) for number in range(1, lines + 1)]
-    writer.commit([Batch(number=1, audit=rows)])
+    rows = [EventLogRow(id=number, at=float(number), kind="test", sentence="s" * 300) for number in range(1, lines + 1)]
+    writer.commit([Batch(number=1, event_log=rows)])
     writer.close()
     engine.dispose()
     with closing(sqlite3.connect(path)) as connection:
@@ -75,12 +74,6 @@ def test_database_check_accepts_file_being_written(tmp_path: Path) -> None:
         other.execute("UPDATE meta SET value = value + 1 WHERE key = 'epoch'")
         check_file(path)
         other.execute("ROLLBACK")
-
-
-def test_database_check_is_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
-    check_file(filled(tmp_path / "controller.db"))
-    assert any("checking the database" in record.getMessage() for record in caplog.records)
 
 
 @pytest.mark.promise("sqlite-durable")

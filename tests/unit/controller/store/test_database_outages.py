@@ -14,14 +14,14 @@ from typing import Any
 import msgspec
 import psycopg
 import pytest
-from everstep_controller.core.jobs.generations import NUMBERS_PER_EPOCH
 from sqlalchemy.engine import make_url
 
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.agent import Heartbeat, NumberedReport, Reports
 from everstep.wire.v1.directives import NewGeneration
 from everstep.wire.v1.training import AnyReport, GenerationSpec, RankLost
-from tests.support.controllers import (
+from everstep_controller.core.jobs.generations import NUMBERS_PER_EPOCH
+from tests.support.fleet.controllers import (
     OPERATOR,
     VIEWER,
     ControllerProcess,
@@ -29,48 +29,48 @@ from tests.support.controllers import (
     joined,
     registration,
 )
-from tests.support.forked import ForkPool
-from tests.support.postgres import Server, own_postgres
-from tests.support.report_stream import events
-from tests.support.sessions import AgentSession, tell
-from tests.support.waiting import until
+from tests.support.fleet.report_stream import events
+from tests.support.fleet.session_client import AgentSession, send_message
+from tests.support.processes.fork_pool import ForkPool
+from tests.support.processes.waiting import until
+from tests.support.services.postgres import Server, own_postgres
 
 __all__ = ["own_postgres"]
 
 
 class Agent:
-    """One node's agent."""
+    """The agent of one node."""
 
     def __init__(self, controller: ControllerProcess, node: str) -> None:
         self.controller = controller
         self.node = node
         self.number = 0
-        status, answer = tell(controller, node, registration(node))
+        status, answer = send_message(controller, node, registration(node))
         assert status == 200, answer
 
     def report(self, body: AnyReport, *, again: bool = False) -> int:
-        """The answer's status."""
+        """Send a report; return the status of the answer."""
         self.number += not again
         report = Reports(incarnation=1, reports=(NumberedReport(number=self.number, body=body),))
-        return tell(self.controller, self.node, report)[0]
+        return send_message(self.controller, self.node, report)[0]
 
     def beat(self) -> int:
-        return tell(self.controller, self.node, Heartbeat(incarnation=1, seq=1, sent_at=0.0))[0]
+        return send_message(self.controller, self.node, Heartbeat(incarnation=1, seq=1, sent_at=0.0))[0]
 
     def generation(self, above: int = 0) -> GenerationSpec:
-        """The next generation that is pushed, of a number over ``above``."""
+        """The next pushed generation whose number is above `above`."""
         found = until(lambda: [spec for spec in self._pushed() if spec.number > above], "a generation")
         assert isinstance(found[-1], GenerationSpec)
         return found[-1]
 
     def _pushed(self) -> list[GenerationSpec]:
-        """Generations that came by now, answers to a beat or pushed before its answer."""
+        """Generations received so far, as the answer to a heartbeat or pushed before that answer."""
         assert self.beat() == 200
         session: AgentSession = self.controller.sessions[self.node]
         pushed, session.pushed = session.pushed, []
         if pushed:
             session.acknowledge(pushed[-1].seq)
-        return [one.body.spec for one in pushed if isinstance(one.body, NewGeneration)]
+        return [message.body.spec for message in pushed if isinstance(message.body, NewGeneration)]
 
 
 def lost(spec: GenerationSpec) -> RankLost:
@@ -91,7 +91,7 @@ def status_of(controller: ControllerProcess) -> op.FleetStatus:
 
 
 def check_surfaces(controller: ControllerProcess) -> None:
-    """What everybody is told while the database is away."""
+    """Check the answers of every interface during a database outage."""
     status, body = controller.ask("GET", "/readyz", None, {})
     assert (status, json.loads(body)["database"]) == (200, "unavailable")
     assert status_of(controller).database_outage
@@ -105,8 +105,10 @@ def check_surfaces(controller: ControllerProcess) -> None:
 
 @contextmanager
 def regrouping_without(controller: ControllerProcess, go_away: Callable[[], None]) -> Iterator[None]:
-    """A job of one node loses a rank as the database goes away, and another one meanwhile; all that is checked. The
-    body brings the database back."""
+    """Check that a job of one node regroups as the database goes away, and again during the outage.
+
+    The body of the `with` statement brings the database back.
+    """
     n1, n2 = Agent(controller, "n1"), Agent(controller, "n2")
     assert n1.report(joined("job", 1.0)) == 200
     running = n1.generation()
@@ -134,26 +136,26 @@ def regrouping_without(controller: ControllerProcess, go_away: Callable[[], None
 
 
 @pytest.mark.promise("database-outage")
-@pytest.mark.parametrize("how", ["stopped", "hanging"])
+@pytest.mark.parametrize("fault", ["stopped", "hanging"])
 def test_job_regroups_while_postgresql_is_away(
-    program_forks: ForkPool, how: str, tmp_path: Path, own_postgres: Server
+    program_forks: ForkPool, fault: str, tmp_path: Path, own_postgres: Server
 ) -> None:
-    database = own_postgres.url.replace("/postgres?", f"/{how}?")
+    database = own_postgres.url.replace("/postgres?", f"/{fault}?")
 
     plain = make_url(own_postgres.url).set(drivername="postgresql").render_as_string(hide_password=False)
     with psycopg.connect(plain, autocommit=True) as connection:
-        connection.execute(f"CREATE DATABASE {how}".encode())
+        connection.execute(f"CREATE DATABASE {fault}".encode())
     settings = tmp_path / "settings.toml"
     settings.write_text("commit_timeout_s = 0.5\nlease_s = 1.5\nlease_renew_s = 0.5\n")
     go_away, come_back = (
-        (own_postgres.stop, own_postgres.start) if how == "stopped" else (own_postgres.hang, own_postgres.wake)
+        (own_postgres.stop, own_postgres.start) if fault == "stopped" else (own_postgres.hang, own_postgres.wake)
     )
     with controller_process(
         tmp_path, program_forks, database=database, arguments=("--settings", str(settings))
     ) as controller:
         try:
             with regrouping_without(controller, go_away):
-                time.sleep(2.0)  # longer than the lease: its holder goes on, for nobody else can have taken it
+                time.sleep(2.0)  # outlasts the lease; no standby can take it
                 check_surfaces(controller)
                 come_back()
         finally:
@@ -185,7 +187,7 @@ def order(server: Server, *statements: str) -> None:
 def test_leader_resumes_after_read_only_database_recovers(
     program_forks: ForkPool, tmp_path: Path, own_postgres: Server
 ) -> None:
-    """What it decided meanwhile nobody else knows."""
+    """No other controller knows the decisions of the outage."""
     order(own_postgres, "CREATE DATABASE readonly")
     database = own_postgres.url.replace("/postgres?", "/readonly?")
     settings = tmp_path / "settings.toml"

@@ -1,30 +1,30 @@
-"""A reader of the event stream is told what it will never get: after a restore, and where retention was faster."""
+"""Gaps in the event stream after a restore or retention, of which readers are told."""
 
 from __future__ import annotations
 
 import http.client
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import closing
 from pathlib import Path
 
 import msgspec
 import pytest
-from everstep_controller.store.database import back_up, open_database
-from everstep_controller.store.retention import RetentionLimits, prune_events
-from everstep_controller.store.table_access import AUDIT_ID_GAP, RESTORED
-from everstep_controller.store.writer import DatabaseWriter
 
 from everstep.cli.events import _follow
 from everstep.client import Client
 from everstep.wire.v1 import operator as op
-from tests.support.controllers import VIEWER, ControllerProcess, controller_process, registration
-from tests.support.forked import ForkPool
-from tests.support.sessions import tell
+from everstep_controller.store.database import back_up, open_database
+from everstep_controller.store.retention import RetentionLimits, prune_events
+from everstep_controller.store.table_access import EVENT_ID_GAP, RESTORED
+from everstep_controller.store.writer import DatabaseWriter
+from tests.support.fleet.controllers import VIEWER, ControllerProcess, controller_process, registration
+from tests.support.fleet.session_client import send_message
+from tests.support.processes.fork_pool import ForkPool
 
 
 def register(process: ControllerProcess, node: str) -> None:
-    status, answer = tell(process, node, registration(node))
+    status, answer = send_message(process, node, registration(node))
     assert status == 200, answer
 
 
@@ -61,17 +61,17 @@ def test_restored_database_reuses_no_event_id(program_forks: ForkPool, tmp_path:
         process.start()
         register(process, "n3")
         known = events(process)
-        restored, *after = [event for event in known if event.id >= AUDIT_ID_GAP]
-        assert (restored.kind, restored.id) == (RESTORED, AUDIT_ID_GAP)
+        restored, *after = [event for event in known if event.id >= EVENT_ID_GAP]
+        assert (restored.kind, restored.id) == (RESTORED, EVENT_ID_GAP)
         assert [event.node for event in after if event.kind == "node.registered"] == ["n3"]
-        common = tuple(event for event in known if event.id < AUDIT_ID_GAP)
+        common = tuple(event for event in known if event.id < EVENT_ID_GAP)
         assert common == seen[: len(common)] != seen
         with closing(process.connection()) as stream:
             stream.request("GET", "/v1/events/stream", headers={**VIEWER, "Last-Event-ID": str(seen[-1].id)})
             response = stream.getresponse()
             while not (line := response.readline()).startswith(b"id: "):
                 assert line
-            assert line == b"id: %d\n" % AUDIT_ID_GAP
+            assert line == b"id: %d\n" % EVENT_ID_GAP
         process.kill()
         process.start()  # one that follows in the ordinary way
         assert [event.id for event in events(process)][: len(known)] == [event.id for event in known]
@@ -91,18 +91,18 @@ def test_stream_answers_unknown_event_id_with_gap(program_forks: ForkPool, tmp_p
     gap = msgspec.json.decode(frames[0]["data"], type=op.EventGap)
     assert (frames[0]["event"], frames[0]["id"]) == ("gap", str(newest))
     assert (gap.after, gap.through, gap.reason) == (newest + 500, newest, "unknown")
-    assert (frames[1]["event"], frames[1]["id"]) == ("audit", str(newest + 1))
+    assert (frames[1]["event"], frames[1]["id"]) == ("entry", str(newest + 1))
 
 
 def test_client_reports_gap_left_by_retention(program_forks: ForkPool, tmp_path: Path) -> None:
-    """One event of many is left; a reader that saw the first is told that the others are gone."""
+    """A single event of many is left; a reader that saw the first one learns of the gap."""
     with controller_process(tmp_path, program_forks) as process:
         for node in ("n1", "n2", "n3"):
             register(process, node)
         process.terminate()
         engine = open_database(process.database)
         writer = DatabaseWriter(engine)
-        newest = writer.take_over().newest_audit
+        newest = writer.take_over().newest_event
         nothing = RetentionLimits(since=1e12, events=0, orders=9, rows=9, generations=9)
         writer.run(lambda connection: prune_events(connection, nothing))
         writer.close()
@@ -119,7 +119,7 @@ def test_events_command_prints_gap_and_continues(capsys: pytest.CaptureFixture[s
     asked: list[int | None] = []
 
     class Played(Client):
-        def stream(self, after: int | None = None) -> Iterator[op.Event | op.EventGap]:
+        def stream(self, after: int | None = None) -> Generator[op.Event | op.EventGap, None, None]:
             asked.append(after)
             if len(asked) > 1:
                 raise KeyboardInterrupt

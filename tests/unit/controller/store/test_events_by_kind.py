@@ -6,28 +6,29 @@ import asyncio
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from everstep_controller.store import threads
-from everstep_controller.store.database import open_database
-from everstep_controller.store.reader import events
-from everstep_controller.store.rows import AuditRow, Batch
-from everstep_controller.store.threads import DatabaseStore
-from everstep_controller.store.writer import DatabaseWriter
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from sqlalchemy import Connection, Engine, event, text
 
 from everstep.errors import Unavailable
-from tests.support.examples import examples
+from everstep_controller.store import threads
+from everstep_controller.store.database import open_database
+from everstep_controller.store.reader import events
+from everstep_controller.store.rows import Batch, EventLogRow
+from everstep_controller.store.threads import DatabaseStore
+from everstep_controller.store.writer import DatabaseWriter
+from tests.support.plugins.example_counts import examples
 
 KINDS = ("finding", "finding.cleared", "job", "job.ended", "operator.hold", "operator_", "credential.issued", "Job")
 NODES = ("", "n1", "n2")
 
 
-def rows(number: int) -> list[AuditRow]:
+def rows(number: int) -> list[EventLogRow]:
     return [
-        AuditRow(id=at, at=float(at), kind=KINDS[at % len(KINDS)], sentence="s", node=NODES[at % len(NODES)])
+        EventLogRow(id=at, at=float(at), kind=KINDS[at % len(KINDS)], sentence="s", node=NODES[at % len(NODES)])
         for at in range(1, number + 1)
     ]
 
@@ -37,7 +38,7 @@ def engine(database: str) -> Iterator[Engine]:
     engine = open_database(database)
     writer = DatabaseWriter(engine)
     writer.take_over()
-    writer.commit([Batch(number=1, audit=rows(60))])
+    writer.commit([Batch(number=1, event_log=rows(60))])
     writer.close()
     yield engine
     engine.dispose()
@@ -77,16 +78,16 @@ def test_event_filter_matches_full_scan(
 @pytest.mark.parametrize("kinds", [("operator.", "credential."), ("job",)])
 def test_event_filter_reads_no_full_table(tmp_path: Path, kinds: tuple[str, ...], newest: bool) -> None:
     engine = open_database(f"sqlite:///{tmp_path / 'c.db'}")
-    asked: list[tuple[str, object]] = []
+    asked: list[tuple[str, tuple[Any, ...]]] = []
 
-    def note(_connection: Connection, _cursor: object, statement: str, parameters: object, *_: object) -> None:
+    def note(_connection: Connection, _cursor: object, statement: str, parameters: tuple[Any, ...], *_: object) -> None:
         asked.append((statement, parameters))
 
     event.listen(engine, "before_cursor_execute", note)
     with engine.connect() as connection:
         events(connection, after=0, limit=10, kinds=kinds, newest=newest)
     event.remove(engine, "before_cursor_execute", note)
-    queries = [one for one in asked if "audit" in one[0]]
+    queries = [query for query in asked if "audit" in query[0]]
     assert queries
     with engine.connect() as connection:
         for statement, parameters in queries:
@@ -114,9 +115,9 @@ def test_slow_read_is_aborted_without_blocking_others(database: str, monkeypatch
         with pytest.raises(Unavailable):
             await store.query(lambda connection: connection.execute(slow).scalar())
         monkeypatch.setattr(threads, "READ_TIMEOUT_S", 30.0)
-        one: int = await store.query(lambda connection: connection.execute(text("SELECT 1")).scalar_one())
+        value: int = await store.query(lambda connection: connection.execute(text("SELECT 1")).scalar_one())
         await asyncio.to_thread(store.close)
-        return one
+        return value
 
     assert asyncio.run(story()) == 1
 

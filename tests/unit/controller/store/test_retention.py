@@ -5,6 +5,9 @@ import re
 
 import msgspec
 import pytest
+from sqlalchemy import Connection, Engine, event, func, insert, select, text
+from sqlalchemy.exc import DBAPIError
+
 from everstep_controller.api.stream import joined_frames
 from everstep_controller.store import retention, tables
 from everstep_controller.store import retention as retention_module
@@ -12,12 +15,9 @@ from everstep_controller.store.database import open_database
 from everstep_controller.store.database_errors import DatabaseUnavailable
 from everstep_controller.store.reader import events_after
 from everstep_controller.store.retention import DeleteBatch, RetentionLimits, find_deletions, prune_events
-from everstep_controller.store.rows import AuditRow, Batch, GenerationRow, RecoveryRow, VerdictRow, VersionRow
-from everstep_controller.store.table_access import AUDIT_ID_GAP
+from everstep_controller.store.rows import Batch, EventLogRow, GenerationRow, RecoveryRow, VerdictRow, VersionRow
 from everstep_controller.store.threads import DatabaseStore
 from everstep_controller.store.writer import DatabaseWriter
-from sqlalchemy import Connection, Engine, event, func, insert, select, text
-from sqlalchemy.exc import DBAPIError
 
 EVERYTHING = RetentionLimits(since=0.0, events=1_000_000, orders=1_000_000, rows=1_000_000, generations=1_000_000)
 
@@ -26,163 +26,129 @@ def keep(**changed: float) -> RetentionLimits:
     return msgspec.structs.replace(EVERYTHING, **changed)
 
 
-def audit(*numbers: int) -> list[AuditRow]:
-    return [AuditRow(id=number, at=float(number), kind="test", sentence="s") for number in numbers]
+def entries(*numbers: int) -> list[EventLogRow]:
+    return [EventLogRow(id=number, at=float(number), kind="test", sentence="s") for number in numbers]
 
 
 def ids(engine: Engine) -> list[int]:
     with engine.connect() as connection:
-        return list(connection.execute(select(tables.audit.c.id).order_by(tables.audit.c.id)).scalars())
+        return list(connection.execute(select(tables.event_log.c.id).order_by(tables.event_log.c.id)).scalars())
 
 
-def bites(engine: Engine, what: RetentionLimits) -> list[DeleteBatch]:
+def bites(engine: Engine, limits: RetentionLimits) -> list[DeleteBatch]:
     """The first one of each kind, and of each job."""
     with engine.connect() as connection:
-        return [bite for chore in find_deletions(connection, what) if (bite := chore(connection)) is not None]
+        return [bite for chore in find_deletions(connection, limits) if (bite := chore(connection)) is not None]
 
 
-def pruned(writer: DatabaseWriter, engine: Engine, what: RetentionLimits) -> int:
+def pruned(writer: DatabaseWriter, engine: Engine, limits: RetentionLimits) -> int:
     """Deletes one bite of everything; how many rows the largest had."""
-    taken = writer.run(lambda connection: prune_events(connection, what))
-    for bite in bites(engine, what):
+    taken = writer.run(lambda connection: prune_events(connection, limits))
+    for bite in bites(engine, limits):
         writer.run(bite.execute)
         taken = max(taken, len(bite.keys))
     return taken
 
 
-@pytest.mark.promise("audit-append-only")
-@pytest.mark.parametrize("what", [keep(since=7.0), keep(events=4)], ids=["by age", "by number"])
+@pytest.mark.promise("event-log-append-only")
+@pytest.mark.parametrize("limits", [keep(since=7.0), keep(events=4)], ids=["by age", "by number"])
 def test_retention_deletes_old_events_of_append_only_log(
-    writer: DatabaseWriter, engine: Engine, what: RetentionLimits
+    writer: DatabaseWriter, engine: Engine, limits: RetentionLimits
 ) -> None:
-    writer.commit([Batch(number=1, audit=audit(*range(1, 11)))])
-    pruned(writer, engine, what)
+    writer.commit([Batch(number=1, event_log=entries(*range(1, 11)))])
+    pruned(writer, engine, limits)
     assert ids(engine) == [7, 8, 9, 10]
     with engine.connect() as connection, pytest.raises(DBAPIError, match="append-only"), connection.begin():
         connection.execute(text("DELETE FROM audit"))
-    writer.commit([Batch(number=2, audit=audit(11))])
+    writer.commit([Batch(number=2, event_log=entries(11))])
     assert ids(engine) == [7, 8, 9, 10, 11]
 
 
-def test_retention_counts_rows_not_event_ids(writer: DatabaseWriter, engine: Engine) -> None:
-    writer.commit([Batch(number=1, audit=audit(*range(1, 11), *range(AUDIT_ID_GAP, AUDIT_ID_GAP + 3)))])
-    pruned(writer, engine, keep(events=5))
-    assert ids(engine) == [9, 10, AUDIT_ID_GAP, AUDIT_ID_GAP + 1, AUDIT_ID_GAP + 2]
-    pruned(writer, engine, keep(events=4))
-    assert ids(engine) == [10, AUDIT_ID_GAP, AUDIT_ID_GAP + 1, AUDIT_ID_GAP + 2]
-    for _ in range(2):  # a bite does not reach over what was left out
-        pruned(writer, engine, keep(events=2))
-    assert ids(engine) == [AUDIT_ID_GAP + 1, AUDIT_ID_GAP + 2]
-
-
-def flooded(orders: int, flood: int, *, kind: str = "operator.hold") -> list[AuditRow]:
+def flooded(orders: int, flood: int, *, kind: str = "operator.hold") -> list[EventLogRow]:
     """Lines of people, followed by those of an agent that has gone wild."""
     return [
-        AuditRow(id=number, at=float(number), kind=kind if number <= orders else "finding", sentence="s")
+        EventLogRow(id=number, at=float(number), kind=kind if number <= orders else "finding", sentence="s")
         for number in range(1, orders + flood + 1)
     ]
 
 
-@pytest.mark.promise("audit-orders")
+@pytest.mark.promise("event-log-orders")
 @pytest.mark.parametrize("kind", ["operator.hold", "credential.revoked"])
-@pytest.mark.parametrize("what", [keep(since=1e12), keep(events=5)], ids=["by age", "by number"])
+@pytest.mark.parametrize("limits", [keep(since=1e12), keep(events=5)], ids=["by age", "by number"])
 def test_retention_keeps_operator_events_in_an_event_flood(
-    writer: DatabaseWriter, engine: Engine, what: RetentionLimits, kind: str
+    writer: DatabaseWriter, engine: Engine, limits: RetentionLimits, kind: str
 ) -> None:
-    writer.commit([Batch(number=1, audit=flooded(4, 40, kind=kind))])
-    while pruned(writer, engine, what):
+    writer.commit([Batch(number=1, event_log=flooded(4, 40, kind=kind))])
+    while pruned(writer, engine, limits):
         pass
     left = ids(engine)
     assert left[:4] == [1, 2, 3, 4]
-    assert len(left) == (5 if what.since else 9)
-    writer.commit([Batch(number=2, audit=audit(45))])
-    assert pruned(writer, engine, what) == 1
+    assert len(left) == (5 if limits.since else 9)
+    writer.commit([Batch(number=2, event_log=entries(45))])
+    assert pruned(writer, engine, limits) == 1
 
 
-@pytest.mark.promise("audit-orders")
+@pytest.mark.promise("event-log-orders")
 def test_retention_limits_operator_events_separately(
     writer: DatabaseWriter, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retention, "DELETE_BATCH_ROWS", 10)
-    writer.commit([Batch(number=1, audit=flooded(30, 3))])
+    writer.commit([Batch(number=1, event_log=flooded(30, 3))])
     assert [pruned(writer, engine, keep(orders=5)) for _ in range(4)] == [10, 10, 5, 0]
     assert ids(engine) == [*range(26, 34)]
 
 
-@pytest.mark.promise("audit-orders")
+@pytest.mark.promise("event-log-orders")
 def test_operator_events_are_not_deletable_by_event_mark(writer: DatabaseWriter, engine: Engine) -> None:
-    writer.commit([Batch(number=1, audit=flooded(2, 4))])
+    writer.commit([Batch(number=1, event_log=flooded(2, 4))])
     pruned(writer, engine, keep(since=1e12))
     assert ids(engine) == [1, 2, 6]
     with engine.connect() as connection, pytest.raises(DBAPIError, match="append-only"), connection.begin():
         connection.execute(text("DELETE FROM audit WHERE id = 1"))
 
 
-def test_enrolments_do_not_count_as_operator_events(writer: DatabaseWriter, engine: Engine) -> None:
-    writer.commit([Batch(number=1, audit=flooded(4, 4, kind="credential.enrolled"))])
-    pruned(writer, engine, keep(events=2))
-    assert ids(engine) == [7, 8]
-
-
 def test_stream_reports_every_gap_between_operator_events(writer: DatabaseWriter, engine: Engine) -> None:
     kinds = ["x", "operator.hold", "x", "x", "operator.evict", "x", "x", "x"]
-    rows = [AuditRow(id=number, at=1.0, kind=kind, sentence="s") for number, kind in enumerate(kinds, start=1)]
-    writer.commit([Batch(number=1, audit=rows)])
+    rows = [EventLogRow(id=number, at=1.0, kind=kind, sentence="s") for number, kind in enumerate(kinds, start=1)]
+    writer.commit([Batch(number=1, event_log=rows)])
     pruned(writer, engine, keep(events=2))
     with engine.connect() as connection:
         found = events_after(connection, 0, 10)
     frames = b"".join(joined_frames(found.rows, 0, found.deleted_through))
     assert re.findall(rb"id: (\d+)\nevent: (\w+)", frames) == [
         (b"1", b"gap"),
-        (b"2", b"audit"),
+        (b"2", b"entry"),
         (b"4", b"gap"),
-        (b"5", b"audit"),
+        (b"5", b"entry"),
         (b"6", b"gap"),
-        (b"7", b"audit"),
-        (b"8", b"audit"),
+        (b"7", b"entry"),
+        (b"8", b"entry"),
     ]
 
 
-def test_stream_reports_newest_deleted_event_id(writer: DatabaseWriter, engine: Engine) -> None:
-    writer.commit([Batch(number=1, audit=audit(*range(1, 11)))])
-    pruned(writer, engine, keep(events=4))
-    with engine.connect() as connection:
-        found = events_after(connection, 2, 3)
-    assert ([row.id for row in found.rows], found.deleted_through, found.newest) == ([7, 8, 9], 6, 10)
-
-
 def test_retention_keeps_the_newest_event(writer: DatabaseWriter, engine: Engine) -> None:
-    writer.commit([Batch(number=1, audit=audit(1, 2, 3))])
+    writer.commit([Batch(number=1, event_log=entries(1, 2, 3))])
     pruned(writer, engine, keep(since=1e12, events=0))
     assert ids(engine) == [3]
     writer.close()
     loaded = DatabaseWriter(engine).take_over()
-    assert (loaded.newest_audit, loaded.newest_at) == (3, 3.0)
-
-
-def test_retention_deletes_in_small_batches(
-    writer: DatabaseWriter, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(retention, "DELETE_BATCH_ROWS", 10)
-    writer.commit([Batch(number=1, audit=audit(*range(1, 36)))])
-    assert [pruned(writer, engine, keep(events=5)) for _ in range(4)] == [10, 10, 10, 0]
-    assert ids(engine) == [31, 32, 33, 34, 35]
+    assert (loaded.newest_event, loaded.newest_at) == (3, 3.0)
 
 
 @pytest.mark.promise("retention")
 @pytest.mark.parametrize(
-    ("what", "left"),
+    ("limits", "left"),
     [(keep(since=5.0), ["a9", "b1"]), (keep(rows=3), ["a2", "a9", "b1"]), (keep(rows=2, since=1.5), ["a9", "b1"])],
 )
 def test_retention_keeps_newest_verdict_of_each_node(
-    writer: DatabaseWriter, engine: Engine, what: RetentionLimits, left: list[str]
+    writer: DatabaseWriter, engine: Engine, limits: RetentionLimits, left: list[str]
 ) -> None:
     rows = [
         VerdictRow(id=f"{node}-{at}", node=node, decision="evict", at=float(at), trace="", doc=f"{node}{at}")
         for node, at in (("a", 1), ("a", 2), ("a", 9), ("b", 1))
     ]
     writer.commit([Batch(number=1, verdicts=rows)])
-    while pruned(writer, engine, what):
+    while pruned(writer, engine, limits):
         pass
     with engine.connect() as connection:
         assert connection.execute(text("SELECT doc FROM verdicts ORDER BY doc")).scalars().all() == left
@@ -221,7 +187,7 @@ def test_retention_keeps_newest_and_newest_verified_versions(
 
 @pytest.mark.promise("retention")
 @pytest.mark.parametrize(
-    ("what", "left"),
+    ("limits", "left"),
     [
         (keep(since=5.0), ["k9.0", "kNone"]),
         (keep(rows=3), ["k3.0", "k9.0", "kNone"]),
@@ -231,7 +197,7 @@ def test_retention_keeps_newest_and_newest_verified_versions(
     ],
 )
 def test_retention_keeps_unfinished_findings_and_remediations(
-    writer: DatabaseWriter, engine: Engine, what: RetentionLimits, left: list[str]
+    writer: DatabaseWriter, engine: Engine, limits: RetentionLimits, left: list[str]
 ) -> None:
     def raised(connection: Connection) -> None:
         for ended in (None, 1.0, 3.0, 9.0):
@@ -242,7 +208,7 @@ def test_retention_keeps_unfinished_findings_and_remediations(
             connection.execute(insert(tables.remediations).values(**asked, ended_at=ended, doc="{}"))
 
     writer.run(raised)
-    while pruned(writer, engine, what):
+    while pruned(writer, engine, limits):
         pass
     with engine.connect() as connection:
         assert sorted(connection.execute(select(tables.findings.c.key)).scalars()) == left
@@ -272,14 +238,14 @@ def test_retention_deletes_excess_rows_in_batches(
 def test_retention_deletes_one_job_per_transaction_by_key(
     database: str, engine: Engine, writer: DatabaseWriter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What many jobs have, little or much, holds up no decision: the writing thread is told primary keys."""
+    """The size of jobs delays no decision, because the writing thread receives primary keys."""
     jobs = [f"j{number}" for number in range(112)]
     generations = [
         GenerationRow(job=job, number=number, reason="formed", trace="", issued_at=1.0, doc="{}")
         for job in jobs
         for number in range(1, 5 if job < "j11" else 3)
     ]
-    writer.commit([Batch(number=1, jobs=dict.fromkeys(jobs, "{}"), generations=generations, audit=audit(1, 2))])
+    writer.commit([Batch(number=1, jobs=dict.fromkeys(jobs, "{}"), generations=generations, event_log=entries(1, 2))])
     monkeypatch.setattr(retention_module, "BATCH_PAUSE_S", 0.0)
 
     async def body() -> list[list[str]]:
@@ -300,7 +266,7 @@ def test_retention_deletes_one_job_per_transaction_by_key(
         task = asyncio.create_task(retention_module.run_retention(store, lambda: keep(generations=2), first_s=0.0))
         left = select(func.count()).select_from(tables.generations)
         async with asyncio.timeout(60):
-            while await store.query(lambda connection: connection.execute(left).scalar()) > 2 * len(jobs):
+            while await store.query(lambda connection: connection.execute(left).scalar_one()) > 2 * len(jobs):
                 await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait({task})
@@ -322,7 +288,7 @@ def test_retention_task_continues_after_outage(database: str, monkeypatch: pytes
     async def body() -> None:
         store = DatabaseStore(open_database(database))
         await store.take_over()
-        await store.commit(Batch(audit=audit(*range(1, 11))))
+        await store.commit(Batch(event_log=entries(*range(1, 11))))
         write, tries = store.write, 0
 
         async def failing_first(change: object) -> object:
@@ -335,10 +301,8 @@ def test_retention_task_continues_after_outage(database: str, monkeypatch: pytes
         monkeypatch.setattr(store, "write", failing_first)
         task = asyncio.create_task(retention_module.run_retention(store, lambda: keep(events=4), first_s=0.0))
         async with asyncio.timeout(60):
-            while (
-                await store.query(lambda connection: connection.execute(text("SELECT count(*) FROM audit")).scalar())
-                > 4
-            ):
+            count = text("SELECT count(*) FROM audit")
+            while await store.query(lambda connection: connection.execute(count).scalar_one()) > 4:
                 await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait({task})

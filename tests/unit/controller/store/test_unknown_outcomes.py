@@ -1,4 +1,4 @@
-"""Commits whose answer is lost: whether they were carried out is looked up before anything is written again."""
+"""Commits whose answer is lost: their outcome is looked up before the next write."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from typing import Any
 
 import psycopg
 import pytest
-from everstep_controller.store.database_errors import DatabaseUnavailable
-from everstep_controller.store.rows import AuditRow, Batch
-from everstep_controller.store.threads import DatabaseStore
 from sqlalchemy import Engine, text
+
+from everstep_controller.store.database_errors import DatabaseUnavailable
+from everstep_controller.store.rows import Batch, EventLogRow
+from everstep_controller.store.threads import DatabaseStore
 
 
 class Answers:
-    """What becomes of the database's answers to COMMIT."""
+    """The fate of the database's answers to COMMIT."""
 
     def __init__(self, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
         self.lost = 0
@@ -48,7 +49,7 @@ def answers(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Answers:
 
 
 def entry(number: int) -> Batch:
-    return Batch(audit=[AuditRow(id=number, at=1.0, kind="test", sentence=f"entry {number}")])
+    return Batch(event_log=[EventLogRow(id=number, at=1.0, kind="test", sentence=f"entry {number}")])
 
 
 def written(engine: Engine) -> list[int]:

@@ -1,17 +1,18 @@
-"""A fault is refused where it would end the job or strike a fleet without consent, and its target is chosen here."""
+"""A fault is refused if it would end the job or hit a fleet without consent; targets are chosen here."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from everstep.chaos import faults
-from everstep.chaos.experiment import Target, describe, find_target, require_allowed
+from everstep.chaos.experiment import FaultTarget, describe, find_target, require_allowed
 from everstep.chaos.faults import Fault
 from everstep.chaos.targets import LocalNode
 from everstep.errors import ConfigurationError, Conflict
-from everstep.processes import Process
+from everstep.host.processes import Process
 from everstep.vocabulary import JobState
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.training import JobSpec, Member
@@ -42,17 +43,12 @@ def detail(nodes: tuple[str, ...] = ("a", "b"), spares: tuple[str, ...] = (), **
     job = op.JobSummary(
         job="llama", state=JobState.RUNNING, generation=1, world_size=world, nodes=len(nodes), spares=len(spares)
     )
-    known = {"job": "llama", "nproc_per_node": 2}
-    return op.JobDetail(summary=job, spec=JobSpec(**known | spec), roster=tuple(members), spares=spares)
+    job_spec = msgspec.structs.replace(JobSpec(job="llama", nproc_per_node=2), **spec)
+    return op.JobDetail(summary=job, spec=job_spec, roster=tuple(members), spares=spares)
 
 
-def target(node: LocalNode | None = None) -> Target:
-    return Target(rank=2, process=process(20), node=node or local())
-
-
-def test_given_rank_is_found_by_node_and_local_rank() -> None:
-    found = find_target(detail(), [local()], 3, lambda here: here[0])
-    assert (found.rank, found.process.pid, found.node.name) == (3, 21, "b")
+def target(node: LocalNode | None = None) -> FaultTarget:
+    return FaultTarget(rank=2, process=process(20), node=node or local())
 
 
 def test_rank_is_chosen_among_those_here() -> None:
@@ -86,7 +82,7 @@ def test_fleets_job_needs_consent_and_is_described(fault: Fault) -> None:
 
 
 @pytest.mark.parametrize(
-    ("node", "job", "words"),
+    ("node", "job", "message"),
     [
         (local(), detail(("b",)), "only node"),
         (local(has_controller=True), detail(), "job's controller"),
@@ -94,8 +90,8 @@ def test_fleets_job_needs_consent_and_is_described(fault: Fault) -> None:
         (local(agent=process(9, user=0)), detail(), "runs as another user"),
     ],
 )
-def test_fatal_node_losses_are_refused(node: LocalNode, job: op.JobDetail, words: str) -> None:
-    with pytest.raises(Conflict, match=words):
+def test_fatal_node_losses_are_refused(node: LocalNode, job: op.JobDetail, message: str) -> None:
+    with pytest.raises(Conflict, match=message):
         require_allowed(Fault.NODE, target(node), job, confirmed=True)
 
 

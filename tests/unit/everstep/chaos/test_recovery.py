@@ -1,4 +1,4 @@
-"""A job is followed over the controller's API: what was noticed, decided, restored and computed again."""
+"""A job is followed over the controller's API: detection, decision, restore and repeated steps."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class PlayedController:
         if kind is op.EventList:
             self.events += events
             self.moments[0] = (job, [])
-            newer = tuple(one for one in self.events if one.id > int(query["after"]))
+            newer = tuple(event for event in self.events if event.id > int(query["after"]))
             return op.EventList(events=newer, next_after=len(self.events))
         if len(self.moments) > 1:
             self.moments.pop(0)
@@ -107,6 +107,19 @@ def test_recovery_is_reported_with_its_phases() -> None:
     assert (regroup.duration_s, regroup.phases_s) == (0.2, {"restore": 0.1})
 
 
+def test_later_regroup_does_not_undo_a_recovery() -> None:
+    before, third = detail(summary(40), steps=(40, 41)), recovery(3, GenerationReason.RANK_LOST, resumed_ranks=0)
+    watch = watched(
+        (before, []),
+        (before, []),
+        (detail(summary(39, 2), SECOND), [LOST, DECIDED]),
+        (detail(summary(45, 2), SECOND), []),
+        (detail(summary(45, 3), SECOND, third), []),
+    )
+    watch.strike()
+    assert watch.await_recovery(60.0, regroups=True)
+
+
 def test_job_that_never_regroups_has_not_recovered() -> None:
     watch = watched(*((detail(summary(step)), []) for step in (40, 50, 60)))
     watch.strike()
@@ -130,13 +143,6 @@ def test_job_may_survive_without_a_generation() -> None:
     assert report.regroups == ()
     assert report.during is not None
     assert report.during.step_s >= report.after.step_s
-
-
-@pytest.mark.parametrize(("state", "well"), [(JobState.FINISHED, True), (JobState.FAILED, False)])
-def test_end_of_the_job_ends_the_wait(state: JobState, well: bool) -> None:
-    watch = watched((detail(summary(40)), []), (detail(summary(60, 1, state)), []))
-    watch.strike()
-    assert watch.await_recovery(5.0, regroups=True) is well
 
 
 def test_verdicts_and_own_events_only_are_reported() -> None:

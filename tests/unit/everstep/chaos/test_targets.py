@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from everstep.chaos.targets import AGENT_SOCKET_VARIABLE, JOB_VARIABLE, LocalNode, find_nodes, nodes_of_run
-from everstep.processes import Process
+from everstep.host.processes import Process
 
 USER = 1000
 FORKS = ("python", "-m", "everstep_trainer.launch.forking.forkserver")
@@ -40,17 +40,17 @@ def services(first: int, node: str, controller: str = "http://127.0.0.1:1") -> l
 
 
 def found(processes: list[Process], environments: dict[int, dict[str, str]]) -> list[LocalNode]:
-    table = {one.pid: one for one in processes}
+    table = {process.pid: process for process in processes}
     return find_nodes(table, lambda pid: environments.get(pid, {}), USER)
 
 
 def test_private_run_is_found_with_its_ranks_and_agent() -> None:
     (node,) = found([*launcher(100), *services(100, "local")], {101: {JOB_VARIABLE: "llama"}})
     assert (node.job, node.name, node.is_private, node.has_controller) == ("llama", "local", True, True)
-    assert {rank: one.pid for rank, one in node.ranks.items()} == {0: 110, 1: 111}
+    assert {rank: process.pid for rank, process in node.ranks.items()} == {0: 110, 1: 111}
     assert node.agent is not None
     assert node.agent.pid == 131
-    assert {100, 101, 102, 110, 120, 130, 131, 132} <= {one.pid for one in node.processes}
+    assert {100, 101, 102, 110, 120, 130, 131, 132} <= {process.pid for process in node.processes}
 
 
 def test_fleets_agent_is_found_by_its_socket(tmp_path: Path) -> None:
@@ -68,19 +68,7 @@ def test_unreadable_agent_leaves_the_node_unnamed(tmp_path: Path) -> None:
     assert (node.name, node.agent) == ("", None)
 
 
-def test_processes_of_others_do_not_count() -> None:
-    others = launcher(100, user=USER + 1)
-    without_job = launcher(200)
-    assert found([*others, *without_job], {101: {JOB_VARIABLE: "llama"}}) == []
-
-
-def test_several_launchers_are_told_apart() -> None:
-    environments = {101: {JOB_VARIABLE: "llama"}, 201: {JOB_VARIABLE: "gpt"}}
-    nodes = found([*launcher(100), *services(100, "a"), *launcher(200, ranks=1), *services(200, "b")], environments)
-    assert [(node.job, node.name, sorted(node.ranks)) for node in nodes] == [("gpt", "b", [0]), ("llama", "a", [0, 1])]
-
-
-def test_runs_of_one_job_name_are_told_apart() -> None:
+def test_runs_with_the_same_job_name_are_distinguished() -> None:
     environments = {101: {JOB_VARIABLE: "gpt"}, 201: {JOB_VARIABLE: "gpt"}, 301: {JOB_VARIABLE: "gpt"}}
     first, second = (services(pid, "local", f"http://127.0.0.1:{pid}") for pid in (100, 200))
     nodes = found([*launcher(100), *first, *launcher(200), *second, *launcher(300)], environments)

@@ -26,17 +26,17 @@ from everstep.wire.v1 import operator_history
 from everstep.wire.v1.agent import Domain, Gpu, GpuGauges, Heartbeat, NumberedReport, Register, Reports
 from everstep.wire.v1.operator_history import Evidence
 from everstep.wire.v1.training import AnyReport, FindingRaised, JobSpec, ProbeFinished, RankLost, RankProgress, Resumed
-from tests.support.controllers import (
-    PATIENT,
+from tests.support.fleet.controllers import (
+    LONG_SILENCES,
     SECRET,
     ControllerProcess,
     controller_process,
     joined,
     registration,
 )
-from tests.support.forked import ForkPool
-from tests.support.sessions import tell
-from tests.support.spoken import FELL_OFF
+from tests.support.fleet.in_process_fleet import FELL_OFF
+from tests.support.fleet.session_client import send_message
+from tests.support.processes.fork_pool import ForkPool
 
 
 class Fleet:
@@ -47,9 +47,9 @@ class Fleet:
         self.numbers: dict[str, int] = {}
         for node in ("n1", "n2", "n3"):
             gpu = Gpu(index=0, uuid=f"GPU-{node}", name="H200", pci_bus_id="0000:01:00.0", memory_bytes=141 << 30)
-            self.tell(node, registration(node, gpus=(gpu,), domain=Domain(rack="r1")))
+            self.send_message(node, registration(node, gpus=(gpu,), domain=Domain(rack="r1")))
             gauges = (GpuGauges(index=0, temperature_c=61, power_w=644.5, power_limit_w=700.0, utilization=0.98),)
-            self.tell(node, Heartbeat(incarnation=1, seq=1, sent_at=0.0, findings=(), gpu_gauges=gauges))
+            self.send_message(node, Heartbeat(incarnation=1, seq=1, sent_at=0.0, findings=(), gpu_gauges=gauges))
             self.report(node, joined("gpt", 1.0, nodes=2))
         self.resumed(1)
         self.report(
@@ -58,16 +58,16 @@ class Fleet:
         )
         self.resumed(2)
         progress = (RankProgress(job="gpt", generation=2, rank=0, step=7, step_s=0.04, loss=2.25),)
-        self.tell("n1", Heartbeat(incarnation=1, seq=2, sent_at=0.0, ranks=progress))
+        self.send_message("n1", Heartbeat(incarnation=1, seq=2, sent_at=0.0, ranks=progress))
         self.report("n1", FindingRaised(finding=FELL_OFF))
 
-    def tell(self, node: str, message: Register | Heartbeat | Reports) -> None:
-        status, answer = tell(self.process, node, message)
+    def send_message(self, node: str, message: Register | Heartbeat | Reports) -> None:
+        status, answer = send_message(self.process, node, message)
         assert status == 200, answer
 
     def report(self, node: str, body: AnyReport) -> None:
         number = self.numbers[node] = self.numbers.get(node, 0) + 1
-        self.tell(node, Reports(incarnation=1, reports=(NumberedReport(number=number, body=body),)))
+        self.send_message(node, Reports(incarnation=1, reports=(NumberedReport(number=number, body=body),)))
 
     def resumed(self, generation: int) -> None:
         for rank, node in enumerate(("n1", "n2")):
@@ -82,7 +82,7 @@ class Fleet:
 @pytest.fixture(scope="module")
 def fleet(program_forks: ForkPool, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     folder = tmp_path_factory.mktemp("cli")
-    (folder / "settings.toml").write_text(f"[policy]\n{PATIENT}")
+    (folder / "settings.toml").write_text(f"{LONG_SILENCES}")
     with controller_process(folder, program_forks, arguments=("--settings", str(folder / "settings.toml"))) as process:
         yield Fleet(process)
 
@@ -110,14 +110,7 @@ def run(fleet: Fleet, tmp_path: Path) -> Any:
     return invoke
 
 
-def test_status_shows_fleet_on_one_screen(run: Any) -> None:
-    result = run("status")
-    assert result.exit_code == 0, result.output
-    for word in ("2 healthy", "1 quarantined", "gpt", "evictions left"):
-        assert word in result.output
-
-
-def test_status_lists_what_needs_a_person_with_the_command() -> None:
+def test_status_lists_needs_with_their_commands() -> None:
     need = op.Need(
         kind="deferred_eviction",
         severity="critical",
@@ -145,8 +138,8 @@ def test_status_lists_what_needs_a_person_with_the_command() -> None:
 def test_status_says_that_nothing_needs_a_person_only_if_so() -> None:
     well = op.FleetStatus(version="1", epoch=1, now=1.0, started_at=0.0, nodes={}, need_count=0)
     assert "nothing needs a person" in "\n".join(drawn(tables.status(well), 120))
-    old = msgspec.structs.replace(well, need_count=None)
-    assert "needs a person" not in "\n".join(drawn(tables.status(old), 120))
+    waits = msgspec.structs.replace(well, need_count=1)
+    assert "nothing needs a person" not in "\n".join(drawn(tables.status(waits), 120))
 
 
 def test_status_names_unfit_nodes_with_reason(run: Any) -> None:
@@ -158,38 +151,6 @@ def test_status_names_unfit_nodes_with_reason(run: Any) -> None:
     assert "n3" not in named, "it is healthy"
 
 
-def test_status_names_only_the_first_unfit_nodes() -> None:
-    fleet = op.FleetStatus(version="1", epoch=1, now=9.0, started_at=0.0, nodes={"lost": 30, "healthy": 1})
-    found = [op.NodeSummary(node=f"n{n}", state=NodeState.LOST, since=1.0, reason="silent") for n in range(20)]
-    console = Console(file=io.StringIO(), width=120)
-    console.print(tables.attention(fleet, found))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    assert text.count("silent") == 20
-    assert "and 10 more: everstep nodes" in text
-
-
-def test_top_redraws_until_interrupted(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    looks: list[float] = []
-
-    def pause(seconds: float) -> None:
-        looks.append(seconds)
-        if len(looks) == 3:
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr("everstep.cli.main.time.sleep", pause)
-    result = run("top", "--interval-s", "0.5")
-    assert result.exit_code == 0, result.output
-    assert looks == [0.5] * 3
-    assert re.search(r"evictions left.*gpt.*n1\s+quarantined.*n2\s+healthy", result.output, re.DOTALL)
-
-
-def test_nodes_lists_state_and_reason(run: Any) -> None:
-    result = run("nodes")
-    assert result.exit_code == 0, result.output
-    assert re.search(r"n1\s+quarantined\s+\d+ s", result.output)
-    assert "fallen off the bus" in result.output
-
-
 def test_node_show_lists_gpus_findings_and_verdicts(run: Any) -> None:
     result = run("node", "show", "n1")
     assert result.exit_code == 0, result.output
@@ -197,16 +158,9 @@ def test_node_show_lists_gpus_findings_and_verdicts(run: Any) -> None:
         assert word in result.output
 
 
-def test_jobs_and_recoveries_are_shown(run: Any) -> None:
-    assert re.search(r"gpt\s+running", run("jobs").output)
-    result = run("job", "show", "gpt")
-    assert result.exit_code == 0, result.output
-    assert re.search(r"2\s+rank_lost.*abort 10\.0 ms.*kill-1", result.output)
-
-
-def drawn(what: Any, width: int) -> list[str]:
+def drawn(renderable: Any, width: int) -> list[str]:
     console = Console(width=width, file=io.StringIO(), color_system=None)
-    console.print(what)
+    console.print(renderable)
     assert isinstance(console.file, io.StringIO)
     return [line.rstrip() for line in console.file.getvalue().splitlines() if line.strip()]
 
@@ -226,19 +180,15 @@ JOB = op.JobSummary(
 )
 
 
-@pytest.mark.parametrize(("width", "shown"), [(80, False), (200, True)])
-def test_job_table_keeps_one_line_at_any_width(width: int, shown: bool) -> None:
-    head, _, row = drawn(tables.jobs([JOB]), width)
-    assert ("verified" in head) is shown
-    for word in ("llama-70b-pretrain", "running", "1234567", "1024", "12.3456", "1234560"):
-        assert word in row
-
-
-def test_job_and_status_tell_for_whom_the_ranks_wait() -> None:
+def test_job_and_status_name_the_awaited_rank() -> None:
     stall = "rank 0 works alone at train.py:16; ranks 1-3 wait"
-    one = msgspec.structs.replace(JOB, stall=stall, stall_since=90.0)
-    assert f"for 10 s: {stall}" in drawn(tables.job(op.JobDetail(summary=one, spec=JobSpec(job="llama")), 100.0), 120)
-    fleet = op.FleetStatus(version="1", now=100.0, started_at=0.0, epoch=1, jobs=(one,), nodes={}, connected_nodes=0)
+    summary = msgspec.structs.replace(JOB, stall=stall, stall_since=90.0)
+    assert f"for 10 s: {stall}" in drawn(
+        tables.job(op.JobDetail(summary=summary, spec=JobSpec(job="llama")), 100.0), 120
+    )
+    fleet = op.FleetStatus(
+        version="1", now=100.0, started_at=0.0, epoch=1, jobs=(summary,), nodes={}, connected_nodes=0
+    )
     assert f"llama-70b-pretrain: for 10 s: {stall}" in drawn(tables.status(fleet), 120)
 
 
@@ -246,14 +196,6 @@ def test_node_reason_fits_into_80_columns() -> None:
     why = "XID 79: GPU has fallen off the bus"
     node = op.NodeSummary(node="node-17", state=NodeState.QUARANTINED, since=0.0, reason=why, job="gpt", gpus=8)
     assert why in drawn(tables.nodes([node], 100.0), 80)[-1]
-
-
-def test_node_hold_is_shown_beside_reason() -> None:
-    words = "ada ordered to hold n1: a fan"
-    node = op.NodeSummary(node="n1", state=NodeState.QUARANTINED, since=0.0, reason="XID 79", hold_reason=words)
-    assert f"XID 79; {words}" in " ".join(drawn(tables.nodes([node], 100.0), 160))
-    detail = op.NodeDetail(summary=node, incarnation=1, hold_reason=words)
-    assert any(line.startswith("hold") and words in line for line in drawn(tables.node(detail, 100.0), 80))
 
 
 def test_job_shows_waiting_nodes_and_status_the_tripped_breaker() -> None:
@@ -271,12 +213,25 @@ def test_job_shows_waiting_nodes_and_status_the_tripped_breaker() -> None:
     assert any("stopped 3 min ago: the budget" in line for line in drawn(tables.status(fleet), 120))
 
 
-def test_events_of_a_trace_show_relative_times(run: Any) -> None:
-    result = run("events", "--trace", "bus-79")
-    assert result.exit_code == 0, result.output
-    assert re.search(r"\+0\.0 ms\s+finding\s+n1", result.output)
-    assert [word for word in ("finding", "verdict.evict", "generation") if word in result.output]
-    assert "no events of trace nope" in run("events", "--trace", "nope").output
+@pytest.mark.parametrize(
+    ("every", "shown"),
+    [
+        ((1, 1), "each step"),
+        ((1, 2), "so losing a node may repeat up to 1 finished step"),
+        (
+            (4, 4),
+            "every 4 steps (snapshot_budget or snapshot_every), so losing a node may repeat up to 3 finished steps",
+        ),
+        ((0, 0), "only versions to be committed"),
+        ((), None),
+    ],
+)
+def test_job_shows_how_often_ranks_store_steps(every: tuple[int, ...], shown: str | None) -> None:
+    ranks = tuple(op.RankStatus(rank=rank, node="n1", step=9, snapshot_every=steps) for rank, steps in enumerate(every))
+    lines = drawn(tables.job(op.JobDetail(summary=JOB, spec=JobSpec(job="llama"), ranks=ranks), 0.0), 160)
+    found = [line.removeprefix("snapshots").strip() for line in lines if line.startswith("snapshots ")]
+    assert len(found) == (shown is not None)
+    assert all(line.endswith(shown or "") for line in found)
 
 
 def test_verdict_explain_shows_finding_and_rule(run: Any) -> None:
@@ -343,7 +298,7 @@ def test_history_and_budget_commands_show_rows(run: Any) -> None:
     assert re.search(r"n1-1\s+evict", run("verdicts").output)
     assert re.search(r"n1\s+cordon", run("remediations").output)
     assert re.search(r"fleet\s+\d+", run("budget").output)
-    assert "eviction_count" in run("policy", "show").output
+    assert "budget.count" in run("policy", "show").output
     assert "gpu.xid" in run("policy", "show", "--rules").output
     assert "node n2" in run("job", "loss-forecast", "gpt").output
     listed = run("nodes", "--state", "healthy", "--rack", "r1").output
@@ -359,11 +314,11 @@ def test_evidence_file_is_owner_only(run: Any, tmp_path: Path) -> None:
 
 def test_policy_check_reads_change_from_file(run: Any, tmp_path: Path) -> None:
     change = tmp_path / "change.toml"
-    change.write_text('[policy]\neviction_count = 2\n\n[[rule]]\nkind = "gpu.lost"\nmode = "observe"\n')
-    assert re.search(r"eviction_count\s+4 -> 2", run("policy", "check", str(change)).output)
-    change.write_text("[policy]\neviction_cuont = 2\n")
+    change.write_text('[policy.budget]\ncount = 2\n\n[[rule]]\nkind = "gpu.lost"\nmode = "observe"\n')
+    assert re.search(r"budget.count\s+4 -> 2", run("policy", "check", str(change)).output)
+    change.write_text("[policy.budget]\ncuont = 2\n")
     wrong = run("policy", "check", str(change))
-    assert (wrong.exit_code, "eviction_cuont" in wrong.output) == (1, True)
+    assert (wrong.exit_code, "budget.cuont" in wrong.output) == (1, True)
     change.write_text("")
     same = run("policy", "check", str(change))
     assert (same.exit_code, "the change has no effect" in same.output) == (0, True)
@@ -371,22 +326,6 @@ def test_policy_check_reads_change_from_file(run: Any, tmp_path: Path) -> None:
     assert "give [policy] and [[rule]] only" in run("policy", "check", str(change)).output
     refused = run("policy", "try", str(tmp_path / "absent.toml"))
     assert "cannot read" in refused.output
-
-
-def test_events_json_prints_one_event_per_line(run: Any) -> None:
-    lines = run("events", "--json", "--limit", "3").output.splitlines()
-    assert [msgspec.json.decode(line, type=op.Event).kind for line in lines]
-    assert len(lines) == 3
-
-
-def test_order_prints_its_trace(run: Any) -> None:
-    result = run("node", "hold", "n3", "--reason", "cable change")
-    assert result.exit_code == 0, result.output
-    assert "olga ordered to hold n3: cable change" in result.output
-    trace = re.search(r"events --trace (\w+)", result.output)
-    assert trace is not None
-    assert "operator.hold" in run("events", "--trace", trace.group(1)).output
-    assert run("node", "readmit", "n3", "--reason", "done").exit_code == 0
 
 
 def test_refusal_exits_with_status_1(run: Any) -> None:
@@ -415,13 +354,6 @@ def test_probe_command_waits_for_result(run: Any, fleet: Fleet) -> None:
     assert re.search(r"64\.0 KiB\s+500 us\s+1\.9 GiB/s", result.output)
     assert re.search(r"probe-\d+\s+n2, n3\s.*\spassed", run("probes", "--node", "n3").output)
     assert json.loads(run("probes", "--node", "n1", "--json").stdout)["probes"] == []
-
-
-def test_maintenance_is_ordered_with_duration(run: Any) -> None:
-    result = run("node", "maintenance", "n3", "--hours", "0.5", "--reason", "a new fan")
-    assert result.exit_code == 0, result.output
-    assert "a new fan" in result.output
-    assert run("node", "readmit", "n3", "--reason", "done early").exit_code == 0
 
 
 def test_maintenance_is_planned_shown_and_cancelled(run: Any) -> None:
@@ -461,50 +393,18 @@ def test_missing_token_exits_with_status_2(arguments: list[str], says: str) -> N
     assert says in result.stderr
 
 
-def test_wrong_token_or_address_exits_with_status_2(fleet: Fleet, tmp_path: Path) -> None:
-    wrong = token(tmp_path, secret=b"another secret, long enough")
-    result = CliRunner().invoke(app, ["--controller", fleet.process.url, "--token-file", wrong, "status"])
-    assert result.exit_code == 2
-    assert "minted under another secret" in result.stderr
-    result = CliRunner().invoke(app, ["--controller", "127.0.0.1:7700", "--token-file", wrong, "status"])
-    assert result.exit_code == 2
-    assert "use http://HOST:PORT" in result.stderr
-
-
-def test_order_by_viewer_exits_with_status_1(fleet: Fleet, tmp_path: Path) -> None:
-    head = ["--controller", fleet.process.url, "--token-file", token(tmp_path, TokenRole.VIEWER)]
-    result = CliRunner().invoke(app, [*head, "node", "hold", "n3", "--reason", "x"])
-    assert result.exit_code == 1
-    assert "it needs the token of an operator" in result.stderr
-
-
-def test_environment_sets_controller_and_token(fleet: Fleet, tmp_path: Path) -> None:
-    environment = {"EVERSTEP_CONTROLLER": fleet.process.url, "EVERSTEP_TOKEN_FILE": token(tmp_path)}
-    assert CliRunner().invoke(app, ["nodes"], env=environment).exit_code == 0
-
-
 @pytest.mark.parametrize("arguments", [["--version"], ["--controller", "http://127.0.0.1:1", "--version"]])
 def test_version_needs_no_controller(arguments: list[str]) -> None:
     assert CliRunner().invoke(app, arguments).output.strip() == __version__
 
 
-def test_help_keeps_its_brackets() -> None:
-    helped = CliRunner().invoke(app, ["policy", "try", "--help"], env={"COLUMNS": "120"}).output
-    assert "settings under [policy] and rules as [[rule]] tables" in " ".join(helped.split())
-
-
 @pytest.mark.parametrize(
-    ("seconds", "said"), [(0.4, "0 s"), (59, "59 s"), (61, "1 min"), (3660, "1 h 1 min"), (90000, "1 d 1 h")]
+    ("seconds", "text"), [(0.4, "0 s"), (59, "59 s"), (61, "1 min"), (3660, "1 h 1 min"), (90000, "1 d 1 h")]
 )
-def test_ages_are_formatted_for_people(seconds: float, said: str) -> None:
-    assert tables.age(seconds) == said
+def test_ages_are_formatted_for_people(seconds: float, text: str) -> None:
+    assert tables.age(seconds) == text
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(0.00083, "830 us"), (0.0123, "12.3 ms"), (1.239, "1.24 s")])
-def test_durations_are_formatted_for_people(seconds: float, said: str) -> None:
-    assert tables.duration(seconds) == said
-
-
-@pytest.mark.parametrize(("count", "said"), [(8, "8 B"), (65536, "64.0 KiB"), (141 << 30, "141 GiB")])
-def test_sizes_are_formatted_for_people(count: int, said: str) -> None:
-    assert tables.size(count) == said
+@pytest.mark.parametrize(("seconds", "text"), [(0.00083, "830 us"), (0.0123, "12.3 ms"), (1.239, "1.24 s")])
+def test_durations_are_formatted_for_people(seconds: float, text: str) -> None:
+    assert tables.duration(seconds) == text

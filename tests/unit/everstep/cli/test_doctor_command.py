@@ -20,14 +20,14 @@ from everstep.errors import ConfigurationError
 def _machine(monkeypatch: pytest.MonkeyPatch, short_path: Path) -> None:
     """No runs of everstep-launch, and a torch that is not imported."""
     monkeypatch.setenv("XDG_STATE_HOME", str(short_path))
-    monkeypatch.setattr(accelerators, "read_torch", lambda: TorchFacts(version="2.9.0", has_gloo=True))
+    monkeypatch.setattr(accelerators, "read_torch", lambda: TorchFacts(version="2.13.0", has_gloo=True))
     for name in ("EVERSTEP_CONTROLLER", "EVERSTEP_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
 
 
 def results(*arguments: str) -> tuple[int, dict[str, str]]:
     ended = CliRunner().invoke(app, [*arguments, "--json"])
-    return ended.exit_code, {one["check"]: one["status"] for one in json.loads(ended.stdout)["results"]}
+    return ended.exit_code, {result["check"]: result["status"] for result in json.loads(ended.stdout)["results"]}
 
 
 def test_taken_port_fails_the_command() -> None:
@@ -53,12 +53,6 @@ def test_absent_controller_fails_the_command(tmp_path: Path) -> None:
     assert (status, found["controller"], found["token file"]) == (1, "fail", "ok")
     status, found = results("--controller", f"http://127.0.0.1:{port}", "doctor")
     assert (status, found["controller"]) == (1, "fail")
-
-
-def test_view_names_every_check() -> None:
-    shown = CliRunner().invoke(app, ["doctor"]).stdout
-    for check in ("shared memory", "open files", "native library", "torch", "controller"):
-        assert check in shown
 
 
 @pytest.mark.parametrize(("text", "size"), [("17", 17), ("2K", 2048), ("1.5g", 3 << 29), ("12GiB", 12 << 30)])

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import webbrowser
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,14 +74,6 @@ def test_several_local_runs_are_listed(machine: Machine) -> None:
         ConnectionOptions(run="other").resolved(machine.environ)
 
 
-def test_runs_of_one_job_are_distinguished_by_directory(machine: Machine) -> None:
-    machine.run("a", "llama")
-    machine.run("b", "llama", "127.0.0.1:7002")
-    with pytest.raises(ConfigurationError, match="2 runs"):
-        ConnectionOptions(run="llama").resolved(machine.environ)
-    assert ConnectionOptions(run="run-b").resolved(machine.environ).controller == "http://127.0.0.1:7002"
-
-
 def test_explicit_controller_or_token_takes_precedence(machine: Machine) -> None:
     machine.run("a", "llama")
     given = ConnectionOptions("https://10.0.0.1:7700", "token")
@@ -88,10 +81,6 @@ def test_explicit_controller_or_token_takes_precedence(machine: Machine) -> None
     assert ConnectionOptions(token_file="token").resolved(machine.environ).controller == DEFAULT_CONTROLLER
     with pytest.raises(ConfigurationError, match="omit one"):
         ConnectionOptions("https://10.0.0.1:7700", run="llama").resolved(machine.environ)
-
-
-def test_default_address_is_used_without_local_runs(tmp_path: Path) -> None:
-    assert ConnectionOptions().resolved({"XDG_STATE_HOME": str(tmp_path)}).controller == DEFAULT_CONTROLLER
 
 
 @pytest.mark.parametrize(
@@ -143,15 +132,6 @@ def test_run_of_another_user_is_ignored(machine: Machine, name: str) -> None:
     assert local_runs(machine.state) == []
 
 
-def test_command_asks_to_choose_among_several_runs(machine: Machine) -> None:
-    machine.run("a", "llama")
-    machine.run("b", "gpt")
-    environment = {**machine.environ, "EVERSTEP_CONTROLLER": None, "EVERSTEP_TOKEN_FILE": None}
-    result = CliRunner().invoke(app, ["status"], env=environment)
-    assert result.exit_code == 2
-    assert "choose one with --run" in result.stderr
-
-
 def test_open_prints_the_link_of_a_run(machine: Machine) -> None:
     machine.run("a", "llama")
     machine.run("b", "gpt", "127.0.0.1:7002")
@@ -170,7 +150,7 @@ def test_open_without_a_run_says_so(machine: Machine) -> None:
 
 def test_browser_gets_no_token_on_its_command_line(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[str] = []
-    monkeypatch.setattr(runs.webbrowser, "open", opened.append)
+    monkeypatch.setattr(webbrowser, "open", opened.append)
     page = machine.run("a", "llama") / "open.html"
     runs._browse(page, "http://127.0.0.1:7001/#token=a.token&to=%2Fjob%2Fllama")
     assert opened == [page.as_uri()]

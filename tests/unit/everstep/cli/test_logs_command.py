@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typer.testing import CliRunner, Result
 from everstep.cli import logs
 from everstep.cli.context import state_dir
 from everstep.cli.main import app
-from everstep.layout.kept_output import AboutOutput, make_output_folder, rank_file
+from everstep.layout.kept_output import AboutOutput, KeptOutput, make_output_folder, rank_file
 from everstep.wire.v1.operator import JobDetail, JobSummary
 from everstep.wire.v1.training import JobSpec, Member
 
@@ -67,6 +68,15 @@ def test_logs_of_an_unknown_job_says_where_output_is_kept(environ: dict[str, Any
     assert "no output of job vit: everstep-launch keeps it on the node of the rank" in result.stderr
 
 
+def test_logs_command_reports_output_that_is_not_kept(environ: dict[str, Any]) -> None:
+    about = AboutOutput(job="vit", node="n2", started_at=100.0, ranks={0: 4}, keeps_ranks=False)
+    _, lock = make_output_folder(state_dir(environ), about)
+    os.close(lock)
+    result = everstep(environ, "logs", "vit")
+    assert result.exit_code == 2
+    assert "no output of job vit: its launcher has --no-keep-output" in result.stderr.replace("\n", " ")
+
+
 def test_logs_of_another_node_names_the_node(environ: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     roster = tuple(Member(node=f"n{rank}", local_rank=0, rank=rank) for rank in range(2))
     summary = JobSummary(job="vit", state="running", world_size=2, nodes=2)  # type: ignore[arg-type]
@@ -80,23 +90,18 @@ def test_logs_follows_until_the_launcher_ends(
     environ: dict[str, Any], launcher: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, held = launcher / rank_file(1), os.open(launcher / "lock", os.O_RDONLY)
-    steps = [
-        lambda: path.write_text(path.read_text() + "3.0 fourth\n"),
-        lambda: (path.rename(f"{path}.1"), path.write_text("4.0 fifth\n")),
-    ]
+
+    def append() -> None:
+        path.write_text(path.read_text() + "3.0 fourth\n")
+
+    def rotate() -> None:
+        path.rename(f"{path}.1")
+        path.write_text("4.0 fifth\n")
+
+    steps = [append, rotate]
     running = [True, True, True, False, False]
-    monkeypatch.setattr(logs.KeptOutput, "is_running", property(lambda self: running.pop(0)))
-    monkeypatch.setattr(logs.time, "sleep", lambda _: steps.pop(0)())
+    monkeypatch.setattr(KeptOutput, "is_running", property(lambda self: running.pop(0)))
+    monkeypatch.setattr(time, "sleep", lambda _: steps.pop(0)())
     result = everstep(environ, "logs", "vit", "--rank", "5", "--follow")
     os.close(held)
     assert result.stdout == "second\nfourth\nfifth\n"
-
-
-def test_logs_of_an_ended_run_are_the_newest(environ: dict[str, Any], launcher: Path) -> None:
-    about = AboutOutput(job="vit", started_at=200.0)
-    later, lock = make_output_folder(state_dir(environ), about)
-    (later / rank_file(0)).write_text("7.0 of the later run\n")
-    os.close(lock)
-    assert "first" in everstep(environ, "logs", "vit").stdout  # its launcher still runs
-    (launcher / "lock").unlink()
-    assert everstep(environ, "logs", "vit").stdout == "[rank 0] of the later run\n"

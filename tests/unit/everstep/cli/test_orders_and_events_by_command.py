@@ -1,4 +1,4 @@
-"""What the command makes of what people type, and of what others said: against ports that write down what comes."""
+"""Commands turn arguments into requests and print answers safely, against servers that record requests."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import typer
 from rich.text import Text
 from typer.testing import CliRunner, Result
 
-from everstep.cli import context, events, tables
+from everstep.cli import context, events
 from everstep.cli.events import parse_time
 from everstep.cli.main import app
 from everstep.client.exchange import path
 from everstep.errors import ConfigurationError
-from everstep.system_clock import SYSTEM_CLOCK
+from everstep.system_clock import SYSTEM_CLOCK, SystemClock
 from everstep.wire.v1 import operator as op
 
 EVENTS = [{"id": n, "at": 1795400000.0 + n, "kind": "x", "sentence": f"said {n}", "trace": "t"} for n in range(1, 2301)]
@@ -47,7 +47,7 @@ class Controller:
                 elif "node" in wanted:
                     self._say(200, {"events": [], "next_after": 0})
                 else:
-                    fit = [one for one in EVENTS if int(str(one["id"])) > int(wanted.get("after", 0))]
+                    fit = [event for event in EVENTS if int(str(event["id"])) > int(wanted.get("after", 0))]
                     limit = int(wanted["limit"])
                     self._say(200, {"events": fit[-limit:] if "newest" in wanted else fit[:limit], "next_after": 0})
 
@@ -60,11 +60,11 @@ class Controller:
                     self._say(200, {"trace": "t", "sentence": "olga ordered it"})
 
             def _say(self, status: int, body: dict[str, Any]) -> None:
-                said = json.dumps(body).encode()
+                data = json.dumps(body).encode()
                 self.send_response(status)
-                self.send_header("content-length", str(len(said)))
+                self.send_header("content-length", str(len(data)))
                 self.end_headers()
-                self.wfile.write(said)
+                self.wfile.write(data)
 
             def log_message(self, format: str, *args: object) -> None:
                 pass
@@ -84,9 +84,6 @@ def controller() -> Iterator[Controller]:
     yield made
     made.server.shutdown()
     made.server.server_close()
-
-
-# --- names -------------------------------------------------------------------------------------------------------
 
 
 def test_name_is_escaped_as_one_path_segment(controller: Controller, tmp_path: Path) -> None:
@@ -116,9 +113,6 @@ def test_blank_reason_is_refused_without_request(controller: Controller, tmp_pat
     assert controller.asked == []
 
 
-# --- events ------------------------------------------------------------------------------------------------------
-
-
 def test_events_of_long_trace_are_read_completely(controller: Controller, tmp_path: Path) -> None:
     result = controller.run(tmp_path / "t", "events", "--trace", "t", "--json")
     assert len(result.output.splitlines()) == len(EVENTS)
@@ -134,11 +128,11 @@ def test_events_follow_starts_at_newest_event_without_matches(controller: Contro
     assert controller.asked[-1] == ("GET", "/v1/events/stream?after=5000")
 
 
-def test_audit_is_filtered_by_time(controller: Controller, tmp_path: Path) -> None:
-    result = controller.run(tmp_path / "t", "audit", "--since", "2h", "--until", "2026-11-20T12:00+00:00")
+def test_orders_are_filtered_by_time(controller: Controller, tmp_path: Path) -> None:
+    result = controller.run(tmp_path / "t", "orders", "--since", "2h", "--until", "2026-11-20T12:00+00:00")
     assert result.exit_code == 0, result.output
     asked = urlsplit(controller.asked[0][1])
-    assert (asked.path, parse_qs(asked.query)["until"]) == ("/v1/audit", ["1795176000.0"])
+    assert (asked.path, parse_qs(asked.query)["until"]) == ("/v1/orders", ["1795176000.0"])
 
 
 def test_times_are_relative_or_iso() -> None:
@@ -147,16 +141,6 @@ def test_times_are_relative_or_iso() -> None:
     for text in ("soon", "2 hours", "-2h", ""):
         with pytest.raises(ConfigurationError, match="is no time"):
             parse_time(text)
-
-
-# --- what is printed ---------------------------------------------------------------------------------------------
-
-
-def test_event_line_is_one_line_with_date() -> None:
-    event = op.Event(id=1, at=1795400000.0, kind="x", sentence="a\n2 forged", trace="t")
-    line = tables.event_line(event).plain
-    assert "\n" not in line
-    assert "11-2" in line
 
 
 def test_printer_replaces_terminal_control_characters() -> None:
@@ -176,14 +160,6 @@ def test_json_output_has_no_raw_control_characters(capsys: pytest.CaptureFixture
     assert shown.count("\\u009b2J\\u202eGPU \\u001b[2J") == 2
 
 
-def test_printer_does_not_wrap_piped_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("COLUMNS", raising=False)
-    out = io.StringIO()
-    printer = context.Printer(file=out)
-    printer.print("why " * 100)
-    assert len(out.getvalue().splitlines()) == 1
-
-
 def test_budget_shows_time_until_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from everstep.cli import history
     from everstep.wire.v1 import operator_history
@@ -198,7 +174,7 @@ def test_budget_shows_time_until_free(monkeypatch: pytest.MonkeyPatch, tmp_path:
 
     drawn: list[Any] = []
     monkeypatch.setattr(history, "connected_client", lambda _: _Given(Told()))
-    monkeypatch.setattr(history.SYSTEM_CLOCK.__class__, "wall", lambda _: 1000.0)
+    monkeypatch.setattr(SystemClock, "wall", lambda _: 1000.0)
     monkeypatch.setattr(history, "show", lambda _message, _as_json, view: drawn.append(view))
     history.budget(typer.Context(typer.main.get_command(app)))
     assert list(drawn[0].columns[-1].cells) == ["5 min"]

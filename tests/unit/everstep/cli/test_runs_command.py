@@ -14,7 +14,7 @@ from everstep.cli.context import LocalRun, state_dir
 from everstep.cli.main import app
 from everstep.receipts.page import render_page
 from everstep.receipts.receipt_files import store_receipt
-from tests.support.receipts import BEGAN_AT, full_receipt, receipt
+from tests.support.fleet.receipts import BEGAN_AT, full_receipt, receipt
 
 
 @pytest.fixture
@@ -39,14 +39,9 @@ def test_runs_lists_receipts_newest_first(environ: dict[str, Any]) -> None:
     assert rows[3][-1] == "failed"
 
 
-def test_run_without_recoveries_has_saved_nothing(tmp_path: Path) -> None:
-    stored = store_receipt(tmp_path, receipt())
-    assert runs._row(runs._past(1, stored))["saved"] == "-"
-
-
 def test_runs_as_json_has_receipts_and_their_files(environ: dict[str, Any]) -> None:
     listed = json.loads(everstep(environ, "runs", "--json").stdout)
-    assert [(one["number"], one["job"], one["receipt"]["result"]) for one in listed] == [
+    assert [(run["number"], run["job"], run["receipt"]["result"]) for run in listed] == [
         (1, "llama", "finished"),
         (2, "gpt", "failed"),
     ]
@@ -57,7 +52,7 @@ def test_runs_lists_present_runs_first(environ: dict[str, Any], monkeypatch: pyt
     here = LocalRun(job="now", url="http://127.0.0.1:9", token_file="none", directory=Path())
     monkeypatch.setattr(runs, "local_runs", lambda _: [here])
     listed = json.loads(everstep(environ, "runs", "--json").stdout)
-    assert [(one["number"], one["job"]) for one in listed] == [(0, "now"), (1, "llama"), (2, "gpt")]
+    assert [(run["number"], run["job"]) for run in listed] == [(0, "now"), (1, "llama"), (2, "gpt")]
     assert listed[0]["receipt"] is None
     assert "unknown" in everstep(environ, "runs").stdout
 
@@ -69,21 +64,8 @@ def test_runs_show_prints_a_receipt(environ: dict[str, Any], name: str) -> None:
     assert "job llama finished at step 900: 2 recoveries" in result.stdout
     assert "gpu.xid.79" in result.stdout
     assert ".html" in result.stdout
-    told = json.loads(everstep(environ, "runs", "show", name, "--json").stdout)
-    assert told["recovery_count"] == 2
-
-
-def test_runs_show_names_the_command_that_lists(environ: dict[str, Any]) -> None:
-    result = everstep(environ, "runs", "show", "other")
-    assert result.exit_code == 2
-    assert "everstep runs" in result.stderr
-
-
-def test_runs_of_another_folder_are_listed(environ: dict[str, Any], tmp_path: Path) -> None:
-    store_receipt(tmp_path / "other", receipt(job="elsewhere"))
-    listed = json.loads(everstep(environ, "runs", "--state-dir", str(tmp_path / "other"), "--json").stdout)
-    assert [one["job"] for one in listed] == ["elsewhere"]
-    assert "elsewhere" in everstep(environ, "runs", "show", "1", "--state-dir", str(tmp_path / "other")).stdout
+    shown = json.loads(everstep(environ, "runs", "show", name, "--json").stdout)
+    assert shown["recovery_count"] == 2
 
 
 class Client:

@@ -32,12 +32,6 @@ def test_files_lists_every_group(capsys: pytest.CaptureFixture[str]) -> None:
         assert all(Path(group["folder"], name).is_file() for name in group["files"])
 
 
-def test_files_prints_paths_of_a_group(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run("systemd") == 0
-    names = [Path(line).name for line in capsys.readouterr().out.splitlines()]
-    assert names == ["everstep-agent.service", "everstep-controller.service"]
-
-
 def test_files_copies_a_group_without_overwriting(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "units"
     assert run("systemd", "--to", str(target)) == 0

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import aclosing, closing
+from typing import cast
 
+import httpx
 import pytest
 
 from everstep.bearer_tokens import TokenRole, mint
-from everstep.client import AsyncClient, Client, clients, exchange
+from everstep.client import AsyncClient, Client, calls, clients, exchange
 from everstep.client.exchange import Call, EventParser
-from everstep.errors import Conflict, NotFound
 from everstep.wire.v1 import operator as op
 from everstep.wire.v1.enrolment import IssueViewer
-from tests.support.controllers import SECRET, ControllerProcess, controller_process
-from tests.support.forked import ForkPool
+from everstep.wire.v1.training import GenerationSpec
+from tests.support.fleet.controllers import SECRET, ControllerProcess, controller_process
+from tests.support.processes.fork_pool import ForkPool
 
 OPERATOR = mint(SECRET, TokenRole.OPERATOR, "olga")
 
@@ -46,7 +48,7 @@ def test_list_reads_pages_as_needed() -> None:
         asked.append(call)
         return numbers_of(call)
 
-    pages = clients.PagedList(send, clients.calls.events(after=2))
+    pages = clients.PagedList(send, calls.events(after=2))
     assert [event.id for event in pages] == list(range(3, 26))
     assert [call.query["after"] for call in asked] == [2, 12, 22]
     asked.clear()
@@ -61,7 +63,7 @@ def test_async_list_reads_the_same_pages() -> None:
         return numbers_of(call)
 
     async def read() -> tuple[list[int], op.EventList]:
-        pages = clients.AsyncPagedList(send, clients.calls.events())
+        pages = clients.AsyncPagedList(send, calls.events())
         return [event.id async for event in pages], await pages.collect()
 
     ids, whole = asyncio.run(read())
@@ -69,36 +71,21 @@ def test_async_list_reads_the_same_pages() -> None:
 
 
 def test_generations_are_joined_oldest_first() -> None:
-    listing = clients.calls.generations(job="llama")
-    newest, older = op.GenerationList(generations=(3, 4), next="c"), op.GenerationList(generations=(1, 2))  # type: ignore[arg-type]
-    assert listing.join([newest, older]).generations == (1, 2, 3, 4)
-    assert listing.entries(newest) == (4, 3)
+    listing = calls.generations(job="llama")
+    first, second, third, fourth = cast(list[GenerationSpec], list("1234"))  # joining does not look into them
+    newest = op.GenerationList(generations=(third, fourth), next="c")
+    older = op.GenerationList(generations=(first, second))
+    assert listing.join([newest, older]).generations == (first, second, third, fourth)
+    assert listing.entries(newest) == (fourth, third)
 
 
 def test_event_parser_takes_pieces_and_separators_in_sentences() -> None:
     data = '{"s": "a\u2028b\x85"}'.encode()
-    sent = b"retry: 500\n\n: keep-alive\n\nid: 1\nevent: audit\ndata: %s\n\nevent: gap\ndata: {}\n\n" % data
+    sent = b"retry: 500\n\n: keep-alive\n\nid: 1\nevent: entry\ndata: %s\n\nevent: gap\ndata: {}\n\n" % data
     whole = list(EventParser().feed(sent))
-    assert whole == [("audit", data), ("gap", b"{}")]
+    assert whole == [("entry", data), ("gap", b"{}")]
     parser = EventParser()
     assert [event for byte in sent for event in parser.feed(bytes([byte]))] == whole
-
-
-def test_client_speaks_to_a_controller(process: ControllerProcess) -> None:
-    with Client(process.url, OPERATOR) as client:
-        assert client.identity().subject == "olga"
-        assert client.health().ok
-        assert client.ready().ok
-        assert "everstep_" in client.metrics()
-        assert client.nodes().collect().total == 0
-        with pytest.raises(NotFound):
-            client.node("n1")
-        issued = client.issue_credential(IssueViewer(subject="wall", reason="a test"))
-        assert [one.subject for one in client.credentials(role="viewer")] == ["wall"]
-        assert Client(process.url, issued.token).identity().role == "viewer"
-        client.revoke_credential(issued.credential.id, reason="done")
-        with pytest.raises(Conflict):
-            client.revoke_credential(issued.credential.id, reason="twice")
 
 
 def test_stream_continues_after_the_last_event(process: ControllerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,7 +106,7 @@ def test_stream_continues_after_the_last_event(process: ControllerProcess, monke
         assert [event.id for _, event in zip(range(3), events, strict=False) if isinstance(event, op.Event)] == wanted
 
 
-def test_async_client_speaks_and_streams(process: ControllerProcess) -> None:
+def test_async_client_calls_and_streams(process: ControllerProcess) -> None:
     async def scene() -> None:
         async with AsyncClient(process.url, OPERATOR) as client, aclosing(client.follow()) as events:
             fleet = await client.status()
@@ -137,8 +124,13 @@ def test_async_client_speaks_and_streams(process: ControllerProcess) -> None:
 
 def test_requests_of_a_session_share_a_connection(process: ControllerProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     opened: list[Client] = []
-    whole = Client._open
-    monkeypatch.setattr(Client, "_open", lambda self: opened.append(self) or whole(self))
+    real_open = Client._open
+
+    def recording_open(client: Client) -> httpx.Client:
+        opened.append(client)
+        return real_open(client)
+
+    monkeypatch.setattr(Client, "_open", recording_open)
     with Client(process.url, OPERATOR) as client:
         client.status()
         client.status()

@@ -1,4 +1,4 @@
-"""Both clients find the leader, retry what may be retried, and say why nobody answers."""
+"""Both clients find the leader, repeat requests that are safe to repeat, and explain a missing answer."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from everstep.client import AsyncClient, Call, Client, exchange, read_token
 from everstep.errors import ConfigurationError, EverstepError, MalformedMessage, PermissionDenied, Unavailable
-from tests.support.played_controllers import NOBODY, PlayedControllers, leads, stands_by
+from tests.support.fleet.fake_controllers import UNREACHABLE, FakeControllers, leader_answer, standby_answer
 
 QUERY: Call[dict[str, int]] = Call(method="GET", path="/", kind=dict)
 ORDER: Call[dict[str, int]] = Call(method="POST", path="/", kind=dict, body={})
@@ -31,8 +31,8 @@ def concurrent(addresses: str, **more: Any) -> Send:
 
 
 @pytest.fixture
-def controllers() -> Iterator[PlayedControllers]:
-    made = PlayedControllers()
+def controllers() -> Iterator[FakeControllers]:
+    made = FakeControllers()
     yield made
     made.close()
 
@@ -50,18 +50,18 @@ def client(request: pytest.FixtureRequest) -> Callable[..., Send]:
 
 @pytest.mark.promise("single-leader")
 def test_client_finds_leader_among_several_controllers(
-    client: Callable[..., Send], controllers: PlayedControllers
+    client: Callable[..., Send], controllers: FakeControllers
 ) -> None:
-    send = client(",".join([NOBODY, controllers.add(stands_by()), controllers.add(leads)]))
+    send = client(",".join([UNREACHABLE, controllers.add(standby_answer()), controllers.add(leader_answer)]))
     assert send(QUERY) == LEADER
     assert send(QUERY) == LEADER
-    assert controllers.asked == ["c0", "c1", "c1"]
+    assert controllers.requests == ["c0", "c1", "c1"]
 
 
-def test_client_follows_leader_named_by_standby(client: Callable[..., Send], controllers: PlayedControllers) -> None:
-    leader = controllers.add(leads)
-    assert client(controllers.add(stands_by(leader)))(ORDER) == LEADER
-    assert controllers.asked == ["c1", "c0"]
+def test_client_follows_leader_named_by_standby(client: Callable[..., Send], controllers: FakeControllers) -> None:
+    leader = controllers.add(leader_answer)
+    assert client(controllers.add(standby_answer(leader)))(ORDER) == LEADER
+    assert controllers.requests == ["c1", "c0"]
 
 
 @pytest.mark.parametrize(("first", "named"), [("https://a:1", "http://b:1"), ("http://a:1", "https://b:1")])
@@ -73,36 +73,31 @@ def test_named_leader_with_another_scheme_is_not_asked(first: str, named: str) -
     assert asked == [first]
 
 
-def test_client_retries_for_a_while_without_leader(client: Callable[..., Send], controllers: PlayedControllers) -> None:
-    answers = iter([stands_by(), stands_by(), leads])
+def test_client_retries_for_a_while_without_leader(client: Callable[..., Send], controllers: FakeControllers) -> None:
+    answers = iter([standby_answer(), standby_answer(), leader_answer])
     assert client(controllers.add(lambda: next(answers)()))(QUERY) == LEADER
     with pytest.raises(Unavailable, match="stands by"):
-        client(controllers.add(stands_by()))(QUERY)
-    assert controllers.asked.count("c1") == exchange.LEADER_ROUNDS
+        client(controllers.add(standby_answer()))(QUERY)
+    assert controllers.requests.count("c1") == exchange.LEADER_ROUNDS
 
 
 def test_client_does_not_repeat_a_possibly_accepted_order(
-    client: Callable[..., Send], controllers: PlayedControllers
+    client: Callable[..., Send], controllers: FakeControllers
 ) -> None:
-    addresses = ",".join([controllers.add(lambda: None), controllers.add(leads)])
+    addresses = ",".join([controllers.add(lambda: None), controllers.add(leader_answer)])
     with pytest.raises(Unavailable, match="check before you repeat it"):
         client(addresses)(ORDER)
-    assert controllers.asked == ["c0"]
+    assert controllers.requests == ["c0"]
     assert client(addresses)(QUERY) == LEADER
 
 
-def test_client_names_first_address_when_none_answers(client: Callable[..., Send]) -> None:
-    with pytest.raises(Unavailable, match=r"no controller answers at http://127\.0\.0\.1:1 \(.+\): check that it runs"):
-        client(f"{NOBODY}, http://127.0.0.1:2")(QUERY)
-
-
-def test_client_explains_controller_without_tls(client: Callable[..., Send], controllers: PlayedControllers) -> None:
-    plain = controllers.add(leads)
+def test_client_explains_controller_without_tls(client: Callable[..., Send], controllers: FakeControllers) -> None:
+    plain = controllers.add(leader_answer)
     with pytest.raises(Unavailable, match="does not use TLS"):
         client(plain.replace("http://", "https://"), tls=ssl.create_default_context())(QUERY)
 
 
-def test_refusal_is_raised_as_its_class(client: Callable[..., Send], controllers: PlayedControllers) -> None:
+def test_refusal_is_raised_as_its_class(client: Callable[..., Send], controllers: FakeControllers) -> None:
     refused = controllers.add(lambda: (403, {"code": "forbidden", "detail": "viewers may not"}))
     with pytest.raises(PermissionDenied, match="viewers may not"):
         client(refused)(ORDER)
@@ -110,25 +105,25 @@ def test_refusal_is_raised_as_its_class(client: Callable[..., Send], controllers
         client(controllers.add(lambda: (502, {"message": "bad gateway"})))(QUERY)
 
 
-def test_answer_of_another_program_is_refused(client: Callable[..., Send], controllers: PlayedControllers) -> None:
+def test_answer_of_another_program_is_refused(client: Callable[..., Send], controllers: FakeControllers) -> None:
     number: Call[int] = Call(method="GET", path="/", kind=int)
     with pytest.raises(MalformedMessage, match="check that it is a controller of this release"):
-        client(controllers.add(leads))(number)
+        client(controllers.add(leader_answer))(number)
 
 
-def test_call_to_all_reports_each_controller(controllers: PlayedControllers) -> None:
-    addresses = [controllers.add(leads), NOBODY]
-    said = Client(addresses, "token").send_to_all(ORDER)
-    assert said == asyncio.run(AsyncClient(addresses).send_to_all(ORDER)) | {NOBODY: said[NOBODY]}
-    assert said[addresses[0]] == LEADER
-    assert isinstance(said[NOBODY], Unavailable)
+def test_call_to_all_reports_each_controller(controllers: FakeControllers) -> None:
+    addresses = [controllers.add(leader_answer), UNREACHABLE]
+    answers = Client(addresses, "token").send_to_all(ORDER)
+    assert answers == asyncio.run(AsyncClient(addresses).send_to_all(ORDER)) | {UNREACHABLE: answers[UNREACHABLE]}
+    assert answers[addresses[0]] == LEADER
+    assert isinstance(answers[UNREACHABLE], Unavailable)
 
 
 def test_proxy_settings_are_ignored(
-    client: Callable[..., Send], controllers: PlayedControllers, monkeypatch: pytest.MonkeyPatch
+    client: Callable[..., Send], controllers: FakeControllers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HTTP_PROXY", NOBODY)
-    assert client(controllers.add(leads))(QUERY) == LEADER
+    monkeypatch.setenv("HTTP_PROXY", UNREACHABLE)
+    assert client(controllers.add(leader_answer))(QUERY) == LEADER
 
 
 @pytest.mark.parametrize("address", ["controller:7700", "ftp://c:1", "http://", "http://c:port", "http://c:99999", ""])

@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import struct
-
 import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.errors import ConfigurationError, DigestMismatch, OutOfSlotMemory, VersionMismatch
+from everstep.errors import ConfigurationError, DigestMismatch, OutOfSlotMemory
 from everstep.ids import Version
-from everstep.layout.slots import (
-    CHUNK_BYTES,
-    PAGE_BYTES,
-    RECORD_OFFSETS,
-    SegmentView,
-    SlotHeader,
-    SlotRecords,
-    SlotState,
-    chunk_digests,
-    format_segment,
-    segment_bytes,
-    slot_bytes_for,
-    slot_to_fill,
-)
+from everstep.layout.segment_header import PAGE_BYTES, segment_bytes
+from everstep.layout.slot_header import RECORD_OFFSETS, SlotHeader, SlotState
+from everstep.layout.slots import CHUNK_BYTES, SegmentView, chunk_digests, format_segment, slot_bytes_for, slot_to_fill
 
 
 def segment(slot_bytes: int = 64 * PAGE_BYTES, slots: int = 4) -> SegmentView:
@@ -54,38 +41,6 @@ def test_sealed_slot_is_read_back(manifest: bytes, payload: bytes) -> None:
     assert view.payload(2) == payload
 
 
-def test_unfinished_fill_is_not_listed_as_sealed() -> None:
-    view = segment()
-    filled(view, 0, Version(1, 1), b"old")
-    view.begin(0, 3, Version(1, 2), b"", 100)
-    assert view.header(0).state is SlotState.FILLING
-    assert list(view.sealed_slots()) == []
-
-
-def test_single_damaged_record_is_read_from_its_twin() -> None:
-    buffer = memoryview(bytearray(segment_bytes(1, PAGE_BYTES)))
-    format_segment(buffer, 1, PAGE_BYTES)
-    view = SegmentView(buffer)
-    assert (view.read_records(0).state, view.read_records(0).is_consistent) == (SlotState.EMPTY, True)
-    filled(view, 0, Version(1, 1), b"x")
-    sealed = view.header(0)
-    buffer[PAGE_BYTES + 8] ^= 1
-    assert view.header(0) == sealed
-    assert view.read_records(0).invalid == (0,)
-    buffer[PAGE_BYTES + RECORD_OFFSETS[1] + 8] ^= 1
-    assert view.header(0) is None
-    assert (view.read_records(0).state, view.read_records(0).invalid) == (SlotState.DAMAGED, (0, 1))
-    with pytest.raises(DigestMismatch, match="empty or its header is damaged"):
-        view.payload(0)
-
-
-def test_zeroed_slot_header_is_damaged() -> None:
-    buffer = memoryview(bytearray(segment_bytes(1, PAGE_BYTES)))
-    format_segment(buffer, 1, PAGE_BYTES)
-    buffer[PAGE_BYTES : 2 * PAGE_BYTES] = bytes(PAGE_BYTES)
-    assert SegmentView(buffer).read_records(0).state is SlotState.DAMAGED
-
-
 def test_record_with_unknown_state_or_other_slot_is_damaged() -> None:
     view = segment(slots=2)
     for state, slot in ((SlotState.DAMAGED, 0), (SlotState.SEALED, 1)):
@@ -93,21 +48,6 @@ def test_record_with_unknown_state_or_other_slot_is_damaged() -> None:
         for place in RECORD_OFFSETS:
             view._buffer[PAGE_BYTES + place : PAGE_BYTES + place + len(record)] = record
         assert view.read_records(0).state is SlotState.DAMAGED
-
-
-def test_segment_of_layout_1_is_refused_with_advice() -> None:
-    buffer = memoryview(bytearray(segment_bytes(1, PAGE_BYTES)))
-    struct.pack_into("<8sIIQ", buffer, 0, b"EVRSTEP\x01", 1, 1, PAGE_BYTES)
-    with pytest.raises(VersionMismatch, match="let the jobs that have slots here end"):
-        SegmentView(buffer)
-
-
-def test_repeated_fill_of_a_version_changes_the_header() -> None:
-    view = segment()
-    filled(view, 0, Version(1, 1), b"x")
-    first = view.header(0)
-    filled(SegmentView(view._buffer), 0, Version(1, 1), b"x")
-    assert view.header(0) != first
 
 
 @pytest.mark.parametrize("at", [0, CHUNK_BYTES - 1, CHUNK_BYTES, 2 * CHUNK_BYTES + 99])
@@ -174,27 +114,11 @@ def test_unsealed_slot_is_filled_before_sealed_ones() -> None:
 
 
 def test_oldest_unneeded_slot_is_filled_next() -> None:
-    headers = [sealed_header(3), sealed_header(1), sealed_header(2), sealed_header(4)]
+    headers: list[SlotHeader | None] = [sealed_header(3), sealed_header(1), sealed_header(2), sealed_header(4)]
     assert slot_to_fill(headers, set()) == 1
     assert slot_to_fill(headers, {Version(1, 1), Version(1, 2)}) == 0
     with pytest.raises(OutOfSlotMemory, match="still needed"):
         slot_to_fill(headers, {Version(1, step) for step in range(1, 5)})
-
-
-def test_slot_headers_are_parsed_only_after_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    view, parsed = segment(), []
-    parse = SlotRecords._parse
-    monkeypatch.setattr(SlotRecords, "_parse", lambda self, slot, raw: parsed.append(slot) or parse(self, slot, raw))
-    for slot in range(4):
-        filled(view, slot, Version(1, slot + 1), b"payload")
-    view.headers()
-    parsed.clear()
-    assert [header.version.step for header in view.headers() if header] == [1, 2, 3, 4]
-    assert parsed == []
-    filled(view, 2, Version(1, 9), b"payload")
-    parsed.clear()
-    assert [header.version.step for header in view.headers() if header] == [1, 2, 9, 4]
-    assert set(parsed) == {2}
 
 
 def test_slot_header_damaged_after_parsing_is_detected() -> None:

@@ -1,4 +1,4 @@
-"""What a launcher finds at ``--spill-to``: the newest run of its job, and no other job's."""
+"""The newest run of a job, and of no other job, that a launcher finds at ``--spill-to``."""
 
 from __future__ import annotations
 

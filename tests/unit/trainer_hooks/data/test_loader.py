@@ -1,47 +1,45 @@
-"""What a step loads is a function of the step: not of workers, ranks, prefetching or what was loaded before."""
+"""The samples of a step depend on the step alone, not on workers, ranks, prefetching or earlier loads."""
 
 from __future__ import annotations
 
 import gc
 import multiprocessing.util
 import random
-import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from everstep_trainer.data.sampler import ElasticSampler
-from everstep_trainer.data.stream import StreamReader, StreamSampler
-from everstep_trainer.parallel.replicas import RankContext
-from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import TrainingSession
-from hypothesis import given
-from hypothesis import strategies as st
 from torch.utils.data import Dataset, random_split
 
-from tests.support.loaded_data import (
+from everstep_trainer.data.sampler import ElasticSampler
+from everstep_trainer.data.stream import StreamReader
+from everstep_trainer.parallel.replicas import RankContext
+from everstep_trainer.run import Run
+from everstep_trainer.session.generation_session import TrainingSession
+from tests.support.processes.waiting import until
+from tests.unit.trainer_hooks.data.loader_datasets import (
     SIZE,
+    BatchFetching,
     Counted,
-    Deadly,
-    Jumping,
     Numbers,
+    Seekable,
     Shuffling,
     SplitByWorker,
     Stuck,
-    Together,
+    WorkerKilling,
     as_tuple,
     masked,
 )
-from tests.support.waiting import until
 
 BATCH, STEPS, SEED = 7, 20, 3  # 140 samples: several epochs of 41, which straddle
 KINDS = {
     "map-style": Numbers,
-    "fetched together": Together,
+    "fetched together": BatchFetching,
     "stream": Counted,
-    "stream that jumps": Jumping,
+    "stream that jumps": Seekable,
     "stream that workers split": SplitByWorker,
 }
 
@@ -56,7 +54,7 @@ def run_of(rank: int = 0, world: int = 1) -> Run:
 
 
 def loaded(dataset: Any, first: int = 1, last: int = STEPS, rank: int = 0, world: int = 1, **options: Any) -> list[Any]:
-    """What one rank loads, step by step."""
+    """Return the batches that one rank loads, step by step."""
     run = run_of(rank, world)
     loader = run.loader(dataset, global_batch=BATCH, seed=SEED, **{"collate_fn": as_tuple} | options)
     try:
@@ -70,39 +68,15 @@ def make(request: pytest.FixtureRequest) -> type[Dataset[Any]]:
     return KINDS[request.param]
 
 
-def expected(make: type[Dataset[Any]]) -> list[list[int]]:
-    if issubclass(make, Counted):
-        return [[n % SIZE for n in range((step - 1) * BATCH, step * BATCH)] for step in range(1, STEPS + 1)]
-    sampler = ElasticSampler(SIZE, global_batch=BATCH, seed=SEED)
-    return [sampler.indices(step).tolist() for step in range(1, STEPS + 1)]
-
-
-def test_each_step_has_its_samples_through_several_epochs(make):
-    assert [[index for index, _ in batch] for batch in loaded(make())] == expected(make)
-
-
 @pytest.mark.promise("loader-deterministic")
 @pytest.mark.parametrize("workers", [1, 3])
-def test_samples_and_random_draws_do_not_depend_on_workers(make, workers):
+def test_samples_and_random_draws_do_not_depend_on_workers(make: type[Dataset[Any]], workers: int) -> None:
     assert loaded(make(), num_workers=workers, prefetch_factor=2) == loaded(make())
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_samples_do_not_depend_on_the_number_of_ranks(make, world):
-    ranks = [loaded(make(), rank=rank, world=world) for rank in range(world)]
-    assert [sum(parts, ()) for parts in zip(*ranks, strict=True)] == loaded(make())
-
-
-def test_steps_in_any_order_have_their_own_samples(make):
-    run = run_of()
-    loader = run.loader(make(), global_batch=BATCH, seed=SEED, collate_fn=as_tuple)
-    whole = loaded(make())
-    assert [loader.batch(step) for step in (4, 5, 2, 3, 20)] == [whole[step - 1] for step in (4, 5, 2, 3, 20)]
 
 
 @pytest.mark.promise("loader-deterministic")
 @pytest.mark.parametrize("part", [False, True], ids=["whole", "part"])
-def test_collate_draws_do_not_depend_on_workers_or_first_step(make, part):
+def test_collate_draws_do_not_depend_on_workers_or_first_step(make: type[Dataset[Any]], part: bool) -> None:
     def data() -> Any:
         return random_split(make(), [30, 11], torch.Generator().manual_seed(1))[0] if part else make()
 
@@ -114,12 +88,12 @@ def test_collate_draws_do_not_depend_on_workers_or_first_step(make, part):
     assert loaded(data(), collate_fn=masked, num_workers=2) == whole
     assert loaded(data(), first=13, collate_fn=masked) == whole[12:]
     ranks = [loaded(data(), rank=rank, world=2, collate_fn=masked) for rank in range(2)]
-    assert [one[0] + other[0] for one, other in zip(*ranks, strict=True)] == [samples for samples, _ in whole]
-    assert [one[1] for one in ranks[0]] == [mask for _, mask in whole], "the first rank's batch begins where it did"
+    assert [first[0] + second[0] for first, second in zip(*ranks, strict=True)] == [samples for samples, _ in whole]
+    assert [batch[1] for batch in ranks[0]] == [mask for _, mask in whole], "the first rank's batch begins where it did"
 
 
-def test_loader_fetches_whole_batches_with_fetch_together():
-    class Asked(Together):
+def test_loader_fetches_whole_batches_with_fetch_together() -> None:
+    class Asked(BatchFetching):
         asked: list[int] = []
 
         def __getitems__(self, indices: list[int]) -> list[Any]:
@@ -134,7 +108,7 @@ def test_loader_fetches_whole_batches_with_fetch_together():
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_loading_draws_no_random_number_of_the_training(make, workers):
+def test_loading_draws_no_random_number_of_the_training(make: type[Dataset[Any]], workers: int) -> None:
     def draws(load: bool) -> list[float]:
         run, numbers = run_of(), []
         loader = run.loader(make(), global_batch=BATCH, collate_fn=masked, num_workers=workers)
@@ -150,7 +124,7 @@ def test_loading_draws_no_random_number_of_the_training(make, workers):
 
 
 @pytest.mark.slow
-def test_virtual_ranks_load_their_own_parts(make):
+def test_virtual_ranks_load_their_own_parts(make: type[Dataset[Any]]) -> None:
     run = run_of()
     loader = run.loader(make(), global_batch=BATCH, seed=SEED, collate_fn=as_tuple, num_workers=2)
     run.replicate(torch.nn.Linear(1, 1), virtual_ranks=3)
@@ -163,13 +137,8 @@ def test_virtual_ranks_load_their_own_parts(make):
     run.close()
 
 
-def test_batches_use_the_default_collate_of_torch(make):
-    index, noise = run_of().loader(make(), global_batch=BATCH).batch(1)
-    assert (index.dtype, index.shape, noise.dtype) == (torch.int64, (BATCH,), torch.float64)
-
-
-def test_seekable_stream_reads_only_its_own_samples():
-    jumping, plain = Jumping(), Counted()
+def test_seekable_stream_reads_only_its_own_samples() -> None:
+    jumping, plain = Seekable(), Counted()
     loaded(jumping, first=10, last=12, rank=1, world=2)
     loaded(plain, first=10, last=12, rank=1, world=2)
     assert jumping.read == 3 * 4
@@ -180,7 +149,7 @@ def test_seekable_stream_reads_only_its_own_samples():
 @pytest.mark.promise("loader-deterministic")
 @pytest.mark.parametrize("lazy", [True, False], ids=["as it is read", "at once"])
 @pytest.mark.parametrize("generator", ["random", "torch", "numpy"])
-def test_self_shuffling_stream_has_one_order_for_all_readers(generator, lazy):
+def test_self_shuffling_stream_has_one_order_for_all_readers(generator: str, lazy: bool) -> None:
     def data() -> Shuffling:
         return Shuffling(generator, lazy=lazy)
 
@@ -195,51 +164,29 @@ def test_self_shuffling_stream_has_one_order_for_all_readers(generator, lazy):
     assert loaded(data(), first=13) == whole[12:]
 
 
-def test_a_stream_without_samples_is_an_error():
+def test_a_stream_without_samples_is_an_error() -> None:
     with pytest.raises(ValueError, match="an epoch has no samples"):
         StreamReader(Counted(0)).read(0)
 
 
-@given(st.integers(1, 40), st.lists(st.integers(1, 16), min_size=1, max_size=12))
-def test_positions_of_a_stream_do_not_depend_on_the_world_sizes(batch, worlds):
-    for step, world in enumerate(worlds, start=1):
-        world = min(world, batch)
-        parts = [StreamSampler(global_batch=batch, rank=r, world_size=world) for r in range(world)]
-        positions = torch.cat([part.indices(step) for part in parts]).tolist()
-        assert positions == list(range((step - 1) * batch, step * batch))
-        assert sum(part.loss_weight(step) for part in parts) / world == pytest.approx(1.0, rel=1e-12)
-
-
 @pytest.mark.parametrize("option", ["batch_size", "shuffle", "sampler", "generator", "in_order", "persistent_workers"])
-def test_reserved_loader_options_are_refused_by_name(option):
+def test_reserved_loader_options_are_refused_by_name(option: str) -> None:
+    options: dict[str, Any] = {option: 1}
     with pytest.raises(TypeError, match=f"run.loader has no {option}: "):
-        run_of().loader(Numbers(), global_batch=BATCH, **{option: 1})
+        run_of().loader(Numbers(), global_batch=BATCH, **options)
 
 
-def test_killed_workers_leave_no_directory(monkeypatch, tmp_path):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setitem(multiprocessing.current_process()._config, "tempdir", None)
-    before = set(multiprocessing.active_children())
-    loader = run_of().loader(Numbers(), global_batch=BATCH, num_workers=2)
-    loader.batch(1)
-    workers = set(multiprocessing.active_children()) - before
-    assert len(workers) == 2
-    loader.close()
-    until(lambda: not any(worker.is_alive() for worker in workers), "the end of the workers")
-    assert [str(path) for path in tmp_path.iterdir()] == [multiprocessing.util.get_temp_dir()]
-
-
-def test_a_stream_has_no_last_batch_to_drop():
+def test_a_stream_has_no_last_batch_to_drop() -> None:
     with pytest.raises(TypeError, match="not supported for iterable data"):
         run_of().loader(Counted(), global_batch=BATCH, drop_last=True)
 
 
-def test_batch_too_small_for_the_ranks_is_refused_for_streams():
+def test_batch_too_small_for_the_ranks_is_refused_for_streams() -> None:
     with pytest.raises(ValueError, match="at least 9, or fewer ranks"):
         run_of(0, 9).loader(Counted(), global_batch=BATCH)
 
 
-def test_dataset_error_is_raised_and_the_next_step_works():
+def test_dataset_error_is_raised_and_the_next_step_works() -> None:
     class Torn(Numbers):
         torn = True
 
@@ -256,7 +203,7 @@ def test_dataset_error_is_raised_and_the_next_step_works():
     assert loader.batch(2) == loaded(Numbers())[1]
 
 
-def test_stuck_workers_end_with_their_generation():
+def test_stuck_workers_end_with_their_generation() -> None:
     before = set(multiprocessing.active_children())
     run = run_of()
     loader = run.loader(Stuck(), global_batch=BATCH, num_workers=2)
@@ -292,7 +239,7 @@ def _workers_since(before: set[Any]) -> list[Any]:
 @OF_KILLED_WORKERS
 @pytest.mark.usefixtures("interrupted")
 @pytest.mark.parametrize(("make", "victim"), [("map-style", 0), ("stream that workers split", 1)], indirect=["make"])
-def test_worker_killed_between_steps_costs_no_sample(make, victim):
+def test_worker_killed_between_steps_costs_no_sample(make: type[Dataset[Any]], victim: int) -> None:
     before, run = set(multiprocessing.active_children()), run_of()
     loader = run.loader(make(), global_batch=BATCH, seed=SEED, collate_fn=as_tuple, num_workers=2)
     first = [loader.batch(step) for step in (1, 2)]
@@ -308,11 +255,11 @@ def test_worker_killed_between_steps_costs_no_sample(make, victim):
 @pytest.mark.promise("loader-worker-killed")
 @OF_KILLED_WORKERS
 @pytest.mark.usefixtures("interrupted")
-def test_worker_killed_during_a_step_costs_no_sample(tmp_path, caplog):
+def test_worker_killed_during_a_step_costs_no_sample(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "1").touch()
     run = run_of()
     indices = ElasticSampler(SIZE, global_batch=BATCH, seed=SEED).indices(2)
-    dataset = Deadly(int(indices[-1]), tmp_path)
+    dataset = WorkerKilling(int(indices[-1]), tmp_path)
     loader = run.loader(dataset, global_batch=BATCH, seed=SEED, collate_fn=as_tuple, num_workers=2)
     run.replicate(torch.nn.Linear(1, 1), virtual_ranks=3)
     steps = [sum((part.batch for part in run.parts(loader, step)), ()) for step in range(1, 5)]
@@ -325,16 +272,16 @@ def test_worker_killed_during_a_step_costs_no_sample(tmp_path, caplog):
 @pytest.mark.promise("loader-worker-killed")
 @OF_KILLED_WORKERS
 @pytest.mark.usefixtures("interrupted")
-def test_sample_killing_every_worker_is_an_error_with_signal(tmp_path):
+def test_sample_killing_every_worker_is_an_error_with_signal(tmp_path: Path) -> None:
     for life in range(9):
         (tmp_path / str(life)).touch()
-    dataset = Deadly(int(ElasticSampler(SIZE, global_batch=BATCH, seed=SEED).indices(3)[0]), tmp_path)
+    dataset = WorkerKilling(int(ElasticSampler(SIZE, global_batch=BATCH, seed=SEED).indices(3)[0]), tmp_path)
     loader = run_of().loader(dataset, global_batch=BATCH, seed=SEED, num_workers=1)
     with pytest.raises(RuntimeError, match=r"worker 0 \(pid \d+\) was killed by SIGKILL, the 4th in a row while step "):
         _ = [loader.batch(step) for step in (1, 2, 3)]
 
 
-def test_a_timeout_ends_the_wait_for_a_worker():
+def test_a_timeout_ends_the_wait_for_a_worker() -> None:
     before, run = set(multiprocessing.active_children()), run_of()
     loader = run.loader(Stuck(), global_batch=BATCH, num_workers=1, timeout=0.2)
     with pytest.raises(RuntimeError, match=r"no batch came from the workers within timeout=0.2 seconds"):

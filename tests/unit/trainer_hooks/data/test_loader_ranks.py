@@ -1,4 +1,4 @@
-"""Real ranks with loaders that have workers: kills and other world sizes skip no sample and repeat none."""
+"""Real ranks with loader workers: kills and changed world sizes neither skip nor repeat a sample."""
 
 from __future__ import annotations
 
@@ -8,31 +8,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from everstep_trainer.data.sampler import ElasticSampler, pack
 
 from everstep.wire.v1.training import JobSpec, RankFinished, RestoreRule, Resumed
-from tests.support import loaded_training
-from tests.support.exact_training import Fault, reached, read_diaries
-from tests.support.generations import JOB
-from tests.support.loaded_data import SIZE
-from tests.support.loaded_training import BATCH, LENGTHS, SEED
-from tests.support.processes import parents_of_all
-from tests.support.stage import Stage, stage
-from tests.support.vaults import vaults
-from tests.support.waiting import until
+from everstep_trainer.data.sampler import ElasticSampler, pack
+from tests.support.fleet.generations import JOB
+from tests.support.processes.fork_pool import ForkPool
+from tests.support.processes.process_table import parents_of_all
+from tests.support.processes.waiting import until
+from tests.support.ranks.exact_training import Fault, is_computed, read_step_logs
+from tests.support.ranks.node_ranks import NodeRanks, node_ranks
+from tests.support.vaults.vault_process import vaults
+from tests.unit.trainer_hooks.data import loader_training
+from tests.unit.trainer_hooks.data.loader_datasets import SIZE
+from tests.unit.trainer_hooks.data.loader_training import BATCH, LENGTHS, SEED
 
 STEPS = 40
-AT_NIGHT = [pytest.param(kind, marks=pytest.mark.nightly) for kind in ("stream that jumps", "packed")]
+NIGHTLY = [pytest.param(kind, marks=pytest.mark.nightly) for kind in ("stream with seek", "packed")]
 pytestmark = pytest.mark.slow
 
 
-def form(scene: Stage, number: int, *ranks: int, **more: Any) -> None:
+def form(scene: NodeRanks, number: int, *ranks: int, **more: Any) -> None:
     rule = RestoreRule(from_scratch=number == 1)
-    scene.form(number, *ranks, spec=JobSpec(job=JOB, replicas=1, nproc_per_node=len(ranks)), restore=rule, **more)
+    scene.form_generation(
+        number, *ranks, spec=JobSpec(job=JOB, replicas=1, nproc_per_node=len(ranks)), restore=rule, **more
+    )
 
 
 def samples_of_steps(kind: str) -> list[list[int]]:
-    """What each step has to see, in order."""
+    """The expected samples of each step, in order."""
     if kind.startswith("stream"):
         return [[n % SIZE for n in range((step - 1) * BATCH, step * BATCH)] for step in range(1, STEPS + 1)]
     rows = pack(LENGTHS, 20, seed=SEED) if kind == "packed" else [(n,) for n in range(SIZE)]
@@ -41,16 +44,16 @@ def samples_of_steps(kind: str) -> list[list[int]]:
 
 
 @pytest.mark.promise("loader-deterministic")
-@pytest.mark.parametrize("kind", ["map-style", "stream", *AT_NIGHT])
-def test_kills_and_resizes_skip_and_repeat_no_sample(forks, tmp_path, kind):
+@pytest.mark.parametrize("kind", ["map-style", "stream", *NIGHTLY])
+def test_kills_and_resizes_skip_and_repeat_no_sample(forks: ForkPool, tmp_path: Path, kind: str) -> None:
     faults = (Fault(2, 9, "forward"), Fault(0, 17, "reduced"))
     train = partial(
-        loaded_training.train, folder=str(tmp_path), until=STEPS, kind=kind, faults=faults, last_steps={3: 30}
+        loader_training.train, folder=str(tmp_path), until=STEPS, kind=kind, faults=faults, last_steps={3: 30}
     )
     with vaults(forks) as fleet:
         vault = fleet.start("n1")
         fleet.configure(vault)
-        with stage(forks, train, vault.run_dir) as scene:
+        with node_ranks(forks, train, vault.run_dir) as scene:
             scene.start(0, 1, 2)
             form(scene, 1, 0, 1, 2)
             scene.ranks.pop(2).wait()
@@ -58,27 +61,29 @@ def test_kills_and_resizes_skip_and_repeat_no_sample(forks, tmp_path, kind):
             scene.ranks.pop(0).wait()
             scene.start(0, 2)
             form(scene, 3, 0, 1, 2)
-            until(lambda: reached(tmp_path, 3, 30, ranks=3), "step 30")
+            until(lambda: is_computed(tmp_path, 3, 30, ranks=3), "step 30")
             form(scene, 4, 0, 1)
-            scene.heard(RankFinished, 2, where=lambda m: m.generation == 4)
+            scene.wait_for_messages(RankFinished, 2, where=lambda m: m.generation == 4)
             assert scene.finish() == [0, 0, 0]
-    rows = read_diaries(tmp_path)
+    rows = read_step_logs(tmp_path)
     assert {row["generation"] for row in rows} == {1, 2, 3, 4}
-    committed = steps_that_stand(rows)
+    committed = final_steps(rows)
     assert committed.keys() == set(range(1, STEPS + 1))
     expected = samples_of_steps(kind)
     for step, seen in committed.items():
         assert seen["states"] == 1, f"all ranks have the same parameters after step {step}"
-        assert not Counter(seen["samples"]) - Counter(expected[step - 1]), f"none is repeated in step {step}"
+        assert not Counter(seen["samples"]) - Counter(expected[step - 1]), f"step {step} repeats no sample"
         if seen["whole"]:
             assert seen["samples"] == expected[step - 1], f"none is skipped in step {step}"
-    assert {step for step, seen in committed.items() if not seen["whole"]} <= {8, 9, 16, 17}, "whom a kill struck"
+    assert {step for step, seen in committed.items() if not seen["whole"]} <= {8, 9, 16, 17}, (
+        "only steps with a kill may lack records"
+    )
     if kind != "packed":
-        what_is_drawn_is_the_samples_own(rows, expected)
+        check_random_draws_per_sample(rows, expected)
 
 
-def what_is_drawn_is_the_samples_own(rows: list[dict[str, Any]], expected: list[list[int]]) -> None:
-    """Whoever loaded it, and however often. A step that straddles two epochs may have one sample twice."""
+def check_random_draws_per_sample(rows: list[dict[str, Any]], expected: list[list[int]]) -> None:
+    """Check that a sample has the same random draws on every load; a step across two epochs may have a sample twice."""
     drawn: dict[tuple[int, int], set[float]] = {}
     for row in rows:
         for index, noise in zip(row["samples"], row["noise"], strict=True):
@@ -86,8 +91,8 @@ def what_is_drawn_is_the_samples_own(rows: list[dict[str, Any]], expected: list[
     assert all(len(values) <= expected[step - 1].count(index) for (step, index), values in drawn.items())
 
 
-def steps_that_stand(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Of each step the last generation that finished it: its samples in order, and whether all ranks said theirs."""
+def final_steps(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """For each step, the samples of the last generation that finished it, and whether all ranks recorded theirs."""
     worlds = {1: 3, 2: 2, 3: 3, 4: 2}
     steps = {}
     for step in range(1, STEPS + 1):
@@ -102,17 +107,17 @@ def steps_that_stand(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     return steps
 
 
-def test_rank_waiting_for_data_leaves_at_once(forks, tmp_path):
-    train = partial(loaded_training.wait_for_data, folder=str(tmp_path))
-    with stage(forks, train) as scene:
+def test_rank_waiting_for_data_leaves_at_once(forks: ForkPool, tmp_path: Path) -> None:
+    train = partial(loader_training.wait_for_data, folder=str(tmp_path))
+    with node_ranks(forks, train) as scene:
         scene.start(0, 1)
         form(scene, 1, 0, 1)
         pids = [rank.pid for rank in scene.ranks.values()]
         until(lambda: all(Path(tmp_path, f"waits-{pid}").exists() and children(pid) for pid in pids), "both wait")
         stuck = [child for pid in pids for child in children(pid)]
         form(scene, 2, 0, 1)
-        scene.heard(Resumed, 2, where=lambda m: m.generation == 2)
-        assert [rank.pid for rank in scene.ranks.values()] == pids, "the same processes"
+        scene.wait_for_messages(Resumed, 2, where=lambda m: m.generation == 2)
+        assert [rank.pid for rank in scene.ranks.values()] == pids, "the ranks must keep their processes"
         until(lambda: not any(child in children(pid) for pid in pids for child in stuck), "the end of their workers")
         assert scene.finish() == [0, 0]
 

@@ -7,14 +7,13 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from everstep_agent.spill.__main__ import execute
-from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 
-from everstep.errors import NotRestorable
 from everstep.ids import Version
-from tests.support.sliced import LENGTH, Sliced
-from tests.support.spilling import fill_slots, start_alone
+from everstep_agent.spill.__main__ import execute
+from everstep_trainer.state.tracked_state import TrackedState
+from tests.support.ranks.sliced_state import LENGTH, SlicedState
+from tests.support.vaults.sealed_slots import fill_slots, load_checkpoint_alone
 
 VERSION = Version(2, 7)
 
@@ -23,7 +22,7 @@ def stored(folder: Path, world: int) -> Path:
     """Where ranks that have made an update wrote their state."""
     states = []
     for rank in range(world):
-        sliced = Sliced(rank, world)
+        sliced = SlicedState(rank, world)
         sliced.optimizer.param_groups[0]["lr"] = 0.25
         sliced.update()
         states.append(TrackedState({"model": nn.Linear(2, 2), "zero": sliced}))
@@ -35,25 +34,17 @@ def stored(folder: Path, world: int) -> Path:
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_shards_start_from_storage_at_another_world_size(tmp_path: Path, world: int) -> None:
     place = stored(tmp_path, world=3)
-    whole = Sliced(0, 1)
+    whole = SlicedState(0, 1)
     whole.optimizer.param_groups[0]["lr"] = 0.25
     whole.update()
     expected = {shard.name: shard.local.clone() for shard in whole.shards()}
     for rank in range(world):
-        sliced = Sliced(rank, world)
+        sliced = SlicedState(rank, world)
         objects = {"model": nn.Linear(2, 2), "zero": sliced}
-        assert start_alone(place, objects, TrackedState(objects), rank, world) == VERSION.step
+        assert load_checkpoint_alone(place, objects, TrackedState(objects), rank, world) == VERSION.step
         shards = list(sliced.shards())
         assert {shard.name for shard in shards} == (set(expected) if sliced.start < LENGTH else set())
         for shard in shards:
             (start,), (length,) = shard.box.offset, shard.box.size
             assert torch.equal(shard.local, expected[shard.name].narrow(0, start, length)), shard.name
         assert sliced.optimizer.param_groups[0]["lr"] == 0.25
-
-
-def test_checkpoint_without_the_shards_is_refused(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    torch.save({"model": model.state_dict()}, tmp_path / "model.pt")
-    objects = {"model": nn.Linear(2, 2), "zero": Sliced(0, 1)}
-    with pytest.raises(NotRestorable, match=r"zero\.master"):
-        start_alone(tmp_path / "model.pt", objects, TrackedState(objects))

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import os
 import weakref
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+
 from everstep_trainer.parallel.replicas import RankContext
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import TrainingSession
-from torch import nn
-
-from tests.support.forked import ForkPool
+from everstep_trainer.session.generation_session import TrainingSession
+from tests.support.processes.fork_pool import ForkPool
 
 pytestmark = [
     pytest.mark.slow,
@@ -28,10 +27,10 @@ pytestmark = [
 
 @pytest.mark.parametrize("world", [1, 2, 3, 7])
 def test_pieces_hold_each_element_once(world: int) -> None:
-    from everstep_trainer.integrations.deepspeed_partitions import cut, in_sequence
+    from everstep_trainer.integrations.adapter_parts.deepspeed_partitions import cut, in_sequence
 
     parameters = [nn.Parameter(torch.empty(size)) for size in (5, 1, 12, 3)]
-    names = {parameter: f"p{number}" for number, parameter in enumerate(parameters)}
+    names: dict[torch.Tensor, str] = {parameter: f"p{number}" for number, parameter in enumerate(parameters)}
     size = -(-sum(p.numel() for p in parameters) // world)
     found = [
         (piece.name, piece.start + at, rank, piece.offset + at)
@@ -46,6 +45,7 @@ def test_pieces_hold_each_element_once(world: int) -> None:
 
 def test_configuration_fits_every_world_size() -> None:
     from deepspeed.runtime.config import DeepSpeedConfig
+
     from everstep_trainer.integrations.deepspeed import reset_deepspeed
 
     given = {"train_batch_size": 24, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 2}}
@@ -59,32 +59,14 @@ def test_configuration_fits_every_world_size() -> None:
         assert DeepSpeedConfig(config, mesh_device=SimpleNamespace(size=lambda _=None, n=world: n))
 
 
-def test_micro_batches_refuse_a_step_without_update() -> None:
-    from everstep_trainer.integrations.deepspeed import micro_batches
-
-    engine: Any = SimpleNamespace(gradient_accumulation_steps=lambda: 2, global_steps=0)
-    loader: Any = SimpleNamespace(batch=lambda number: number, loss_weight=lambda number: number / 10)
-    batches = micro_batches(engine, loader, 3)
-    assert list(itertools.islice(batches, 2)) == [(5, 0.5), (6, 0.6)]
-    with pytest.raises(RuntimeError, match="made 0 updates instead of one"):
-        next(batches)
-
-
-def test_unknown_optimizer_is_refused() -> None:
-    from everstep_trainer.integrations.deepspeed import EngineState
-
-    engine: Any = SimpleNamespace(optimizer=object())
-    with pytest.raises(TypeError, match="whose layout is not known"):
-        EngineState(engine)
-
-
 def reset_after_interrupt() -> tuple[bool, int, int, int]:
     """Interrupt the building of a model under zero.Init, reset, and tell what is left of it."""
     from deepspeed import comm
     from deepspeed.runtime.zero import parameter_offload, partition_parameters
+
     from everstep_trainer.integrations.deepspeed import reset_process_state
 
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     os.environ["LOCAL_RANK"] = "0"
     reset_process_state()  # without it DeepSpeed compiles its collectives in shared memory
     original = nn.Linear.__init__
@@ -111,6 +93,7 @@ def test_reset_ends_an_interrupted_zero_init(forks: ForkPool) -> None:
 def engines_left(stages: list[int]) -> list[bool]:
     """Build, train and leave an engine of each stage; tell whether its module is still there after the next reset."""
     import deepspeed
+
     from everstep_trainer.integrations.deepspeed import reset_process_state, tracked_objects
 
     def train(stage: int) -> weakref.ref[nn.Module]:
@@ -130,12 +113,12 @@ def engines_left(stages: list[int]) -> list[bool]:
     os.environ["LOCAL_RANK"] = "0"
     left = []
     for stage in stages:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         reset_process_state()
         trained = train(stage)
         dist.destroy_process_group()
         gc.collect()
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         reset_process_state()
         left.append(trained() is not None)
         dist.destroy_process_group()

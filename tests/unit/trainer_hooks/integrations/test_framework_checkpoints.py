@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from everstep_trainer.parallel.replicas import RankContext
-from everstep_trainer.run import Run
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
-from tests.support.forked import ForkPool
-from tests.support.recorded_session import RecordedSession
+from everstep_trainer.parallel.replicas import RankContext
+from everstep_trainer.run import Run
+from tests.support.processes.fork_pool import ForkPool
+from tests.support.ranks.recorded_session import RecordedSession
 
 pytestmark = [pytest.mark.slow]
 SAMPLES, BATCH, STEPS = 16, 2, 8
@@ -38,9 +38,6 @@ class _Lines(logging.Handler):
         self.lines.append(record.getMessage())
 
 
-# ---- transformers
-
-
 class Numbers(Dataset[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         return SAMPLES
@@ -53,8 +50,9 @@ def train_transformers(
     folder: str, session: RecordedSession, generation: int = 1, checkpoint: str | None = None
 ) -> dict[str, Any]:
     warnings.simplefilter("ignore")
-    from everstep_trainer.integrations.transformers import attach, reset_accelerate
     from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
+
+    from everstep_trainer.integrations.transformers import attach, reset_accelerate
 
     class Model(PreTrainedModel):
         config_class = PretrainedConfig
@@ -69,7 +67,7 @@ def train_transformers(
             """Keep the weights as they were made."""
 
         def forward(self, number: torch.Tensor) -> dict[str, torch.Tensor]:
-            seen.extend(int(one) for one in number.flatten())
+            seen.extend(int(value) for value in number.flatten())
             return {"loss": self.layer(number / SAMPLES).square().mean()}
 
     reset_accelerate()
@@ -126,16 +124,16 @@ def test_transformers_continues_newer_state(transformers: dict[str, Any], case: 
     assert found["seen"] == whole["seen"][after * BATCH :]
     assert found["end"] == whole["end"]
     assert found["rows"] == whole["rows"], "rows before the restore are kept"
-    said = [line for line in found["lines"] if "resume_from_checkpoint" in line]
-    assert len(said) == (case != "fresh")
+    advice = [line for line in found["lines"] if "resume_from_checkpoint" in line]
+    assert len(advice) == (case != "fresh")
     end = "is not read" if case == "regroup" else f"it continues after {after}"
-    assert all(end in line for line in said)
+    assert all(end in line for line in advice)
 
 
 def refuse_completions() -> list[str]:
     from everstep_trainer.integrations.transformers import _check_reused_completions
 
-    lines, said = _Lines(), []
+    lines, results = _Lines(), []
     for iterations, per_generation, exact in ((1, 4, True), (2, 4, True), (1, 8, True), (2, 4, False)):
         arguments = {"num_iterations": iterations, "steps_per_generation": per_generation}
         trainer: Any = SimpleNamespace(
@@ -143,10 +141,10 @@ def refuse_completions() -> list[str]:
         )
         try:
             _check_reused_completions(trainer, exact)
-            said.append(f"ok {len(lines.lines)}")
+            results.append(f"ok {len(lines.lines)}")
         except ValueError as error:
-            said.append(str(error))
-    return said
+            results.append(str(error))
+    return results
 
 
 @pytest.mark.frameworks("transformers", "accelerate")
@@ -157,17 +155,15 @@ def test_reused_completions_are_refused(forks: ForkPool) -> None:
     assert "steps_per_generation=8" in across
 
 
-# ---- Lightning
-
-
 def fit_lightning(
     folder: str, session: RecordedSession, generation: int = 1, checkpoint: str | None = None
 ) -> dict[str, Any]:
     warnings.simplefilter("ignore")
-    from everstep_trainer.integrations.lightning import everstep_strategy
     from pytorch_lightning import LightningModule, Trainer
     from pytorch_lightning.callbacks import ModelCheckpoint
     from pytorch_lightning.loggers import CSVLogger
+
+    from everstep_trainer.integrations.lightning import everstep_strategy
 
     class Module(LightningModule):
         def __init__(self) -> None:
@@ -176,7 +172,7 @@ def fit_lightning(
             self.layer = torch.nn.Linear(1, 1)
 
         def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
-            seen.extend(int(one) for one in batch[0].flatten())
+            seen.extend(int(value) for value in batch[0].flatten())
             loss = self.layer(batch[0] / SAMPLES).square().mean()
             self.log("loss", loss)
             return loss

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from everstep_trainer.parallel.replicas import RankContext
-from everstep_trainer.run import Run
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.support.forked import ForkPool
-from tests.support.recorded_session import RecordedSession
+from everstep_trainer.parallel.replicas import RankContext
+from everstep_trainer.run import Run
+from tests.support.processes.fork_pool import ForkPool
+from tests.support.ranks.recorded_session import RecordedSession
 
 pytestmark = [pytest.mark.slow, pytest.mark.frameworks("pytorch_lightning")]
 
@@ -23,9 +23,10 @@ Trace = list[tuple[Any, ...]]
 def fit(session: RecordedSession, **options: Any) -> tuple[Trace, list[int], Trace]:
     """Train in this process; return what happened in order, the steps at which it happened, and the end."""
     warnings.simplefilter("ignore")
-    from everstep_trainer.integrations.lightning import everstep_strategy
     from pytorch_lightning import Callback, LightningModule, Trainer
     from pytorch_lightning.callbacks import EarlyStopping
+
+    from everstep_trainer.integrations.lightning import everstep_strategy
 
     trace: Trace = []
     steps: list[int] = []

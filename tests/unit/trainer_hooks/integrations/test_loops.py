@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from everstep_trainer.parallel.replicas import RankContext
-from everstep_trainer.run import Run
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.support.forked import ForkPool
-from tests.support.recorded_session import RecordedSession
+from everstep_trainer.parallel.replicas import RankContext
+from everstep_trainer.run import Run
+from tests.support.processes.fork_pool import ForkPool
+from tests.support.ranks.recorded_session import RecordedSession
 
 pytestmark = [pytest.mark.slow, pytest.mark.frameworks("accelerate", "lightning_fabric")]
 
@@ -31,6 +31,7 @@ def made() -> tuple[torch.nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]
 
 def loop_over_accelerate(run: Run) -> Trace:
     from accelerate import Accelerator
+
     from everstep_trainer.integrations.accelerate import reset_accelerate, track
 
     reset_accelerate()
@@ -53,16 +54,17 @@ def loop_over_accelerate(run: Run) -> Trace:
 
 
 def loop_over_fabric(run: Run) -> Trace:
-    from everstep_trainer.integrations.fabric import everstep_strategy, track
     from lightning_fabric import Fabric
+
+    from everstep_trainer.integrations.fabric import everstep_strategy, track
 
     fabric = Fabric(strategy=everstep_strategy(run))
     fabric.launch()
-    module, optimizer, schedule, loader = made()
+    module, optimizer, schedule, batches = made()
     model, optimizer = fabric.setup(module, optimizer)
-    loader = fabric.setup_dataloaders(loader)
+    batches = fabric.setup_dataloaders(batches)
     objects = {"model": model, "optimizer": optimizer, "schedule": schedule}
-    loader = track(fabric, run, loader, seed=5, accumulates=ACCUMULATES, **objects)
+    loader = track(fabric, run, batches, seed=5, accumulates=ACCUMULATES, **objects)
     trace: Trace = []
     for epoch in loader.epochs(EPOCHS):
         for number, (inputs,) in enumerate(loader, 1):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -33,22 +32,12 @@ def test_flat_boxes_hold_each_element_in_order(size: tuple[int, ...]) -> None:
 
 
 def test_reset_forgets_all_groups_of_a_generation() -> None:
-    from everstep_trainer.integrations.megatron import reset_process_state
     from megatron.core import parallel_state
+
+    from everstep_trainer.integrations.megatron import reset_process_state
 
     parallel_state._DATA_PARALLEL_GLOBAL_RANKS = parallel_state._MPU_DATA_PARALLEL_RANK = 7
     parallel_state._HYBRID_DP_CP_GROUPS[2] = object()
     reset_process_state()
     assert parallel_state._DATA_PARALLEL_GLOBAL_RANKS is parallel_state._MPU_DATA_PARALLEL_RANK is None
     assert parallel_state._HYBRID_DP_CP_GROUPS == {}
-
-
-def test_incompletely_stored_configuration_is_refused() -> None:
-    from everstep_trainer.integrations.megatron import MegatronState
-
-    chunk = SimpleNamespace(
-        config=SimpleNamespace(num_moe_experts=4), ddp_config=SimpleNamespace(overlap_param_gather=True)
-    )
-    optimizer = SimpleNamespace(config=SimpleNamespace(optimizer_cpu_offload=True))
-    with pytest.raises(ValueError, match="with mixture of experts, overlap_param_gather, optimizer_cpu_offload"):
-        MegatronState([chunk], optimizer)

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from everstep.errors import NotRestorable
-from tests.support.forked import ForkPool
+from tests.support.processes.fork_pool import ForkPool
 
 pytestmark = [pytest.mark.slow, pytest.mark.frameworks("jax")]
 
 
 def filled(targets: Iterable[Any], sources: Iterable[Any]) -> None:
     """Fill parts from those that overlap them, as a restore does."""
-    from everstep_trainer.snapshot.copy import view_of_box
+    from everstep_trainer.slots.copy import view_of_box
 
     for target in targets:
         volume = 0
@@ -53,7 +53,7 @@ def leaves_of_all_kinds(devices: int, number: int) -> dict[str, Any]:
 
 
 def facts(tree: Any) -> list[Any]:
-    """What must be equal after a restore."""
+    """Return the values that must be equal after a restore."""
     import jax
 
     def fact(leaf: Any) -> Any:
@@ -68,6 +68,7 @@ def facts(tree: Any) -> list[Any]:
 
 def restore_into_another_sharding(before: int, after: int) -> bool:
     import jax
+
     from everstep_trainer.integrations.jax import Pytree
 
     jax.config.update("jax_num_cpu_devices", 4)
@@ -95,6 +96,7 @@ def test_pytree_restores_into_another_sharding(forks: ForkPool, before: int, aft
 def donate_stored_arrays() -> bool:
     import jax
     import jax.numpy as jnp
+
     from everstep_trainer.integrations.jax import Pytree
 
     state = Pytree({"weights": jnp.arange(1 << 16, dtype=jnp.float32)})
@@ -115,18 +117,19 @@ def test_donated_arrays_stay_until_they_are_copied(forks: ForkPool) -> None:
 
 def refuse_odd_pytrees() -> list[str]:
     import jax.numpy as jnp
+
     from everstep_trainer.integrations.jax import Pytree
 
-    said = []
+    errors = []
     try:
         Pytree({"a": {"b": jnp.zeros(1)}, "a.b": jnp.zeros(1)})
     except ValueError as error:
-        said.append(str(error))
+        errors.append(str(error))
     try:
         Pytree({"a": 1, "b": 2}).load_state_dict({"a": 3})
     except NotRestorable as error:
-        said.append(str(error))
-    return said
+        errors.append(str(error))
+    return errors
 
 
 def test_pytree_refuses_unfit_leaves_with_advice(forks: ForkPool) -> None:

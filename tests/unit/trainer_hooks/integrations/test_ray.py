@@ -29,17 +29,6 @@ def test_reports_keep_order_until_removed(integration: Any) -> None:
     assert pending.first() is None
 
 
-def test_reports_drop_metrics_but_no_checkpoints(integration: Any) -> None:
-    pending, taken = integration.PendingReports(limit=4), []
-    for step in range(1, 11):
-        pending.add({"step": step}, "checkpoint" if step in (2, 5) else None)
-    while (found := pending.first()) is not None:
-        number, metrics, _ = found
-        taken.append(metrics["step"])
-        pending.remove(number)
-    assert taken == [1, 2, 5, 10], "the first is on its way, and the last is the newest"
-
-
 def test_config_refuses_settings_of_the_job(integration: Any) -> None:
     with pytest.raises(ValueError, match="job follows from the Ray job"):
         integration.EverstepConfig(settings={"job": "mine"})
@@ -64,17 +53,6 @@ def test_plan_makes_flags_of_a_later_node(integration: Any, tmp_path: Path) -> N
         "--standbys": "2",
     }
     assert "secret" not in repr(plan)
-
-
-def test_plan_of_one_worker_meets_nobody(integration: Any, tmp_path: Path) -> None:
-    flags = integration.JobPlan("job", (1, 1), 2, {"standalone": False}, "", "secret").flags(0, tmp_path)
-    assert "--rdzv-endpoint" not in flags
-    assert flags[:2] == ["--nnodes", "1:1"]
-
-
-@pytest.mark.parametrize(("run", "job"), [("my run/1", "my-run-1-0123abcd"), ("___", "ray-0123abcd")])
-def test_job_is_named_after_the_run(integration: Any, run: str, job: str) -> None:
-    assert integration._job_name(run, "0123abcdef") == job
 
 
 @pytest.mark.parametrize(("error", "is_dead"), [("", False), ("RayActorError", True), ("GetTimeoutError", False)])
@@ -120,7 +98,7 @@ class WorkerGroup:
     def replace_replica_group(self, index: int) -> None:
         if self.dies_meanwhile >= 0:
             self._replica_groups[self.dies_meanwhile].dead, self.dies_meanwhile = True, -1
-        if any(one.dead and one.is_active() for n, one in enumerate(self._replica_groups) if n != index):
+        if any(group.dead and group.is_active() for n, group in enumerate(self._replica_groups) if n != index):
             raise self._error
         self._replica_groups[index] = Group()
         self.replaced.append(index)

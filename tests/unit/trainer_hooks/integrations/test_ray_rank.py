@@ -41,7 +41,7 @@ def test_report_waits_for_the_answer(modules: Any, short_path: Path, monkeypatch
             utils.report({"loss": np.ones(2)})
         monkeypatch.setenv("RANK", "1")
         utils.report({"step": 4})
-    assert [one["metrics"] for one in received] == [{"loss": 0.5, "step": 3}, {}]
+    assert [report["metrics"] for report in received] == [{"loss": 0.5, "step": 3}, {}]
 
 
 def test_context_follows_the_generation(modules: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,12 +58,6 @@ def test_context_follows_the_generation(modules: Any, monkeypatch: pytest.Monkey
     assert places == (5, 8, 1, 4)
     assert context.get_experiment_name() == "experiment"
     assert utils.get_checkpoint() == "checkpoint"
-
-
-def test_functions_of_actors_name_another_way(modules: Any) -> None:
-    utils = modules[1].RankTrainFnUtils("experiment", None, Path())
-    with pytest.raises(RuntimeError, match=r"run\.loader"):
-        utils.get_dataset_shard(None)
 
 
 def test_training_function_is_known_by_its_parameter(modules: Any) -> None:

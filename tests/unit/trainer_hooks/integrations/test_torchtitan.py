@@ -76,11 +76,6 @@ def test_shared_stream_gives_each_step_the_same_samples(ranks: int, microbatches
         assert all(state == states[0] for state in states)
 
 
-def test_shared_stream_ends_on_all_ranks_in_one_step() -> None:
-    streams = [iter(shared(7, rank, 2, 1)) for rank in range(2)]
-    assert [[int(inputs["input"]) for inputs, _ in stream] for stream in streams] == [[0, 2, 4], [1, 3, 5]]
-
-
 def test_stream_continues_on_other_number_of_ranks() -> None:
     from everstep_trainer.integrations.torchtitan import _loader_state
     from everstep_trainer.state.python_value_codec import decode_blob, encode_blob
@@ -94,8 +89,8 @@ def test_stream_continues_on_other_number_of_ranks() -> None:
 
 
 def test_own_part_is_stored_for_its_rank_without_pickle() -> None:
-    from everstep_trainer.data.loader import PerRankLoader
     from everstep_trainer.integrations.torchtitan import _loader_state
+    from everstep_trainer.state.stateful_loader import PerRankLoader
 
     def holds_bytes(value: Any) -> bool:
         if isinstance(value, dict):

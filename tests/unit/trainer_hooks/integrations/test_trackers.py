@@ -5,24 +5,25 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import pytest
 import torch
+
 from everstep_trainer.integrations import trackers
 from everstep_trainer.integrations.trackers import Tracker, track_recoveries
 from everstep_trainer.parallel.replicas import RankContext
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import TrainingSession
 from everstep_trainer.runtime.regroup_record import RecoveryTally, RegroupRecord
-
-from tests.support.generations import generation
+from everstep_trainer.session.generation_session import TrainingSession
+from tests.support.fleet.generations import generation
 
 
 class Noting(Tracker):
     """Notes all calls."""
 
     def __init__(self) -> None:
-        self.calls: list[tuple[object, ...]] = []
+        self.calls: list[tuple[Any, ...]] = []
 
     def open(self, job: str, step: int) -> None:
         self.calls.append(("open", job, step))
@@ -54,10 +55,10 @@ class Hanging(Noting):
 
 
 class Session(TrainingSession):
-    """Of a generation that began with a regroup."""
+    """A session of a generation that began with a regroup."""
 
     def __init__(self, number: int) -> None:
-        self.record = RecoveryTally().record(generation(number), 0, 1, 0.0, {})
+        self.record: RegroupRecord | None = RecoveryTally().record(generation(number), 0, 1, 0.0, {})
 
     def take_regroup_record(self) -> RegroupRecord | None:
         record, self.record = self.record, None
@@ -107,17 +108,17 @@ def test_failing_tracker_is_left_out_alone(caplog: pytest.LogCaptureFixture) -> 
         finish()
     assert [call[0] for call in failing.calls] == ["open", "log"]
     assert [call[1] for call in noting.calls if call[0] == "log"] == [1, 2, 3]
-    assert sum("is left out" in one.getMessage() for one in caplog.records) == 1
+    assert sum("is left out" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_hanging_tracker_drops_what_does_not_fit(
+def test_hanging_tracker_drops_values_over_its_limit(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(trackers, "QUEUE_LENGTH", 4)
     hanging = Hanging()
     with caplog.at_level(logging.WARNING):
         steps_of(Run(RankContext(), TrainingSession()), 100, hanging)
-    assert sum("slower than the training" in one.getMessage() for one in caplog.records) == 1
+    assert sum("slower than the training" in record.getMessage() for record in caplog.records) == 1
     hanging.go_on.set()
     finish()
     assert 4 <= sum(call[0] == "log" for call in hanging.calls) <= 6

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from everstep_trainer.parallel.replicas import RankContext
-from everstep_trainer.run import Run
 from torch.utils.data import Dataset
 
-from tests.support.forked import ForkPool
-from tests.support.recorded_session import RecordedSession
+from everstep_trainer.parallel.replicas import RankContext
+from everstep_trainer.run import Run
+from tests.support.processes.fork_pool import ForkPool
+from tests.support.ranks.recorded_session import RecordedSession
 
 pytestmark = [pytest.mark.slow, pytest.mark.frameworks("transformers", "accelerate")]
 
@@ -45,9 +45,10 @@ class Model(torch.nn.Module):
 def fit(session: RecordedSession, folder: str, **options: Any) -> tuple[Trace, list[int], Trace]:
     """Train in this process; return what happened in order, the steps at which it happened, and the end."""
     warnings.simplefilter("ignore")
-    from everstep_trainer.integrations.transformers import attach, reset_accelerate
     from transformers import Trainer, TrainerCallback, TrainingArguments
     from transformers.trainer_callback import ExportableState
+
+    from everstep_trainer.integrations.transformers import attach, reset_accelerate
 
     reset_accelerate()
     trace: Trace = []

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from everstep_trainer.launch.job_cache import (
     MAX_FILE_BYTES,
     MAX_MODULES,
@@ -42,24 +43,6 @@ def test_standby_imports_modules_noted_by_a_rank(tmp_path: Path) -> None:
     assert set(MODULES) <= sys.modules.keys()
 
 
-def test_note_omits_modules_imported_by_the_script(tmp_path: Path) -> None:
-    importlib.import_module("wave")
-    noted = ImportRecorder(tmp_path, 0)
-    importlib.import_module("xml.dom.minidom")
-    noted.record()
-    assert "xml.dom.minidom" in read_imports(tmp_path / "imports-0")
-    assert "wave" not in read_imports(tmp_path / "imports-0")
-
-
-def test_note_keeps_modules_of_the_previous_process(tmp_path: Path) -> None:
-    (tmp_path / "imports-0").write_text("wave")
-    noted = ImportRecorder(tmp_path, 0)
-    importlib.import_module("xml.dom.minidom")
-    noted.record()
-    assert {"wave", "xml.dom.minidom"} <= set(read_imports(tmp_path / "imports-0"))
-    assert [path.name for path in tmp_path.iterdir()] == ["imports-0"], "nothing is left aside"
-
-
 def test_note_leaves_out_modules_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "reads_rank_on_import.py").write_text("")
     monkeypatch.syspath_prepend(tmp_path)
@@ -69,13 +52,6 @@ def test_note_leaves_out_modules_of_the_user(tmp_path: Path, monkeypatch: pytest
     monkeypatch.delitem(sys.modules, "reads_rank_on_import")
     noted.record()
     assert "reads_rank_on_import" not in (tmp_path / "imports-0").read_text()
-
-
-def test_note_without_a_folder_fails_silently(tmp_path: Path) -> None:
-    noted = ImportRecorder(tmp_path / "gone", 0)
-    importlib.import_module("wave")
-    noted.record()
-    assert not (tmp_path / "gone").exists()
 
 
 def test_follower_imports_only_followed_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,31 +64,11 @@ def test_follower_imports_only_followed_packages(tmp_path: Path, monkeypatch: py
     assert not is_preloaded_after_import("planted")
 
 
-def test_follower_goes_on_after_a_failed_import(tmp_path: Path) -> None:
-    (tmp_path / "imports-0").write_text("json.of_another_version\nwave")
-    RecordedImportLoader(tmp_path, never).import_new()
-    assert "wave" in sys.modules
-
-
 def test_follower_stops_when_the_standby_is_needed(tmp_path: Path) -> None:
     (tmp_path / "imports-0").write_text("\n".join(MODULES))
     RecordedImportLoader(tmp_path, lambda: "wave" in sys.modules).import_new()
     assert "wave" in sys.modules
     assert "xml.dom.minidom" not in sys.modules
-
-
-def test_follower_rereads_a_changed_file(tmp_path: Path) -> None:
-    file = tmp_path / "imports-0"
-    follower = RecordedImportLoader(tmp_path, never)
-    follower.import_new()
-    file.write_text("json.of_another_version")
-    follower.import_new()
-    file.with_suffix(".1").write_text("wave")
-    follower.import_new()
-    assert "wave" not in sys.modules, "a file that is still being written is not read"
-    file.with_suffix(".1").replace(file)
-    follower.import_new()
-    assert "wave" in sys.modules
 
 
 def test_read_bounds_names_and_bytes(tmp_path: Path) -> None:

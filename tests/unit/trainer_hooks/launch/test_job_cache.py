@@ -7,10 +7,10 @@ import stat
 from pathlib import Path
 
 import pytest
+
 from everstep_trainer.launch.job_cache import UNUSED_DAYS, cache_environment
 from everstep_trainer.launch.processes import fork_server_environment
-
-from tests.support.command_lines import launch_settings
+from tests.support.documents.command_lines import launch_settings
 
 
 def test_cache_folder_is_private_to_the_user(tmp_path: Path) -> None:
@@ -44,18 +44,19 @@ def test_cache_settings_of_the_user_stay(tmp_path: Path, mine: dict[str, str], k
         assert "TRITON_CACHE_DIR" not in made, "torch keeps what Triton makes for it in its own folder"
 
 
+@pytest.mark.parametrize(("mine", "value"), [({}, "0"), ({"TORCH_DIST_USE_NCCL2": "1"}, "1")])
+def test_proved_nccl_backend_is_the_default(tmp_path: Path, mine: dict[str, str], value: str) -> None:
+    (tmp_path / "train.py").touch()
+    options = launch_settings(["--state-dir", str(tmp_path), "--agent-socket", "/a", str(tmp_path / "train.py")], {})
+    assert fork_server_environment(options, mine)["TORCH_DIST_USE_NCCL2"] == value
+
+
 def test_cache_folder_others_can_write_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     folder = tmp_path / "cache" / "llama"
     folder.mkdir(parents=True)
     folder.chmod(0o777)
     assert cache_environment(tmp_path, "llama", {}) == {}
     assert "is writable for another user" in caplog.text
-
-
-def test_cache_folder_failing_to_create_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "cache").write_text("a file")
-    assert cache_environment(tmp_path, "llama", {}) == {}
-    assert "are not cached" in caplog.text
 
 
 def test_cache_folders_unused_for_long_are_removed(tmp_path: Path) -> None:
@@ -66,12 +67,3 @@ def test_cache_folders_unused_for_long_are_removed(tmp_path: Path) -> None:
         os.utime(used, (at, at))
     cache_environment(tmp_path, "new", {})
     assert sorted(path.name for path in (tmp_path / "cache").iterdir()) == ["late", "new"]
-
-
-def test_runs_of_one_script_share_a_cache_folder(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.touch()
-    one, other = (launch_settings(["--agent-socket", "/a", str(script)], {}) for _ in range(2))
-    named = launch_settings(["--agent-socket", "/a", "--job", "llama", str(script)], {})
-    assert one.job != other.job
-    assert (one.cache_name, other.cache_name, named.cache_name) == ("train", "train", "llama")

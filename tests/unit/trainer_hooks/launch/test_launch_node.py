@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 
 import pytest
-from everstep_trainer.launch import job_rendezvous
-from everstep_trainer.launch.children import count_ranks
-from everstep_trainer.launch.job_rendezvous import rendezvous_host
-from everstep_trainer.launch.launcher import listening_socket
 
 from everstep.errors import ConfigurationError
-from tests.support.forked import ForkPool
+from everstep_trainer.launch.children import count_ranks
+from everstep_trainer.launch.forking.process_setup import (
+    TOUCH_PIECE_BYTES,
+    anonymous_bytes,
+    keep_freed_memory,
+    largest_rank_bytes,
+    pretouch_heap,
+)
+from everstep_trainer.launch.launcher import listening_socket
+from everstep_trainer.launch.services import job_rendezvous
+from everstep_trainer.launch.services.job_rendezvous import rendezvous_host
+from tests.support.processes.fork_pool import ForkPool
 
 
 def test_single_node_uses_loopback_or_the_given_address() -> None:
@@ -37,13 +45,6 @@ def test_several_nodes_use_a_reachable_rendezvous_address(
     assert rendezvous_host(None, several_nodes=True) == expected
 
 
-def test_store_listens_on_its_own_address_before_serving() -> None:
-    with listening_socket("127.0.0.1") as listener:
-        assert listener.getsockname()[0] == "127.0.0.1"
-        with socket.create_connection(listener.getsockname()[:2]):
-            pass  # waits in the queue
-
-
 def test_address_of_another_machine_is_refused_with_advice() -> None:
     with pytest.raises(ConfigurationError, match="--local-addr"):
         listening_socket("192.0.2.7")
@@ -59,6 +60,7 @@ def test_ranks_are_counted_by_core_where_there_is_no_gpu(monkeypatch: pytest.Mon
 
 def warm_up_and_draw() -> tuple[float, float, int]:
     import torch
+
     from everstep_trainer.launch.forking.process_setup import warm_up_torch
 
     torch.manual_seed(7)
@@ -74,7 +76,7 @@ def test_warm_up_preserves_the_random_state(forks: ForkPool) -> None:
     assert threads == 1
 
 
-def test_host_without_ipv4_loopback_is_told_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_without_ipv4_loopback_is_refused_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(99, "Cannot assign requested address")
 
@@ -83,3 +85,56 @@ def test_host_without_ipv4_loopback_is_told_what_to_do(monkeypatch: pytest.Monke
         ConfigurationError, match=r"cannot listen on 127\.0\.0\.1: .*: ip addr add 127\.0\.0\.1/8 dev lo"
     ):
         listening_socket("127.0.0.1")
+
+
+def faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+
+def faults_of_models() -> list[int]:
+    """Page faults of building 32 MiB of tensors again and again, each time after the last were freed.
+
+    glibc's aligned allocation needs a round or two until its free blocks fit.
+    """
+    import torch
+
+    keep_freed_memory()
+    counts = []
+    for _ in range(5):
+        before = faults()
+        tensors = [torch.ones(1 << 20) for _ in range(8)]
+        counts.append(faults() - before)
+        del tensors
+    return counts
+
+
+def faults_after_touching(wanted: int) -> tuple[int, int, int]:
+    """(bytes touched, growth of resident memory, faults of building as much afterwards)."""
+    import torch
+
+    keep_freed_memory()
+    before = anonymous_bytes(os.getpid())
+    touched = pretouch_heap(wanted)
+    grown = anonymous_bytes(os.getpid()) - before
+    first = faults()
+    tensors = [torch.ones(1 << 20) for _ in range(wanted // (4 << 20) - 1)]
+    count = faults() - first
+    del tensors
+    return touched, grown, count
+
+
+def test_freed_model_memory_is_reused_without_page_faults(forks: ForkPool) -> None:
+    first, *_, last = forks.start(faults_of_models).result()
+    assert first > 8000  # 32 MiB in pages of 4 KiB
+    assert last < first / 10
+
+
+def test_pretouched_memory_serves_tensors_without_page_faults(forks: ForkPool) -> None:
+    touched, grown, count = forks.start(faults_after_touching, 4 * TOUCH_PIECE_BYTES).result()
+    assert touched == 4 * TOUCH_PIECE_BYTES
+    assert grown > 3 * TOUCH_PIECE_BYTES
+    assert count < 2000  # of 15,000 pages
+
+
+def test_largest_sibling_is_zero_without_sibling_ranks() -> None:
+    assert largest_rank_bytes() == 0

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import typer
-from everstep_trainer.launch.options import IGNORED_FLAGS, LaunchOptions
-from everstep_trainer.launch.processes import worker_environment
 
 from everstep.errors import ConfigurationError
-from tests.support.command_lines import PROGRAMS, launch_settings
+from everstep_trainer.launch.options import IGNORED_FLAGS
+from everstep_trainer.launch.processes import worker_environment
+from tests.support.documents.command_lines import PROGRAMS, launch_settings
 
 
 @pytest.fixture
@@ -25,18 +25,8 @@ def test_every_flag_of_torchrun_is_taken() -> None:
 
     theirs = {name for action in get_args_parser()._actions for name in action.option_strings}
     command: Any = typer.main.get_command(PROGRAMS["everstep-launch"][0])
-    ours = {name for one in command.params for name in one.opts}
+    ours = {name for parameter in command.params for name in parameter.opts}
     assert theirs - {"-h", "--help"} <= ours
-
-
-def test_a_torchrun_command_line_can_be_carried_over(script: str) -> None:
-    argv = ["--nnodes=1:4", "--nproc_per_node=8", "--rdzv-id=run7", "--rdzv-backend=c10d", "--rdzv_endpoint=h:29500"]
-    options = launch_settings(
-        [*argv, "--max-restarts=5", "--agent-socket=/a.sock", script, "--lr", "0.1", "--nnodes=9"], {}
-    )
-    assert (options.min_nodes, options.max_nodes, options.nproc_per_node) == (1, 4, 8)
-    assert (options.job, options.max_restarts) == ("run7", 5)
-    assert options.arguments == ("--lr", "0.1", "--nnodes=9")
 
 
 def test_unused_flags_are_named_with_their_reason(caplog: pytest.LogCaptureFixture, script: str) -> None:
@@ -64,12 +54,6 @@ def test_torchrun_script_refuses_flags_about_its_state(script: str, flag: str) -
         launch_settings(["--torchrun-script", flag, script], {})
 
 
-def test_torchrun_script_restarts_only_if_asked(script: str) -> None:
-    spec = launch_settings(["--torchrun-script", script], {}).job_spec(2)
-    assert (spec.restarts_script, spec.max_user_retries, spec.sdc) == (True, 0, "off")
-    assert launch_settings(["--torchrun-script", "--max-restarts=2", script], {}).job_spec(2).max_user_retries == 2
-
-
 def test_endpoint_without_effect_says_why(script: str) -> None:
     flags = ["--rdzv-endpoint=localhost:0", script]
     alone, with_agent = launch_settings(flags, {}), launch_settings(["--agent-socket=/a.sock", *flags], {})
@@ -87,16 +71,6 @@ def test_no_python_is_refused_with_advice(capsys: pytest.CaptureFixture[str]) ->
     assert "give a Python script or a module" in capsys.readouterr().err
 
 
-def test_one_number_of_nodes_is_minimum_and_maximum(script: str) -> None:
-    options = launch_settings(["--nnodes", "3", "--job", "j", "--agent-socket", "/a.sock", script], {})
-    assert (options.min_nodes, options.max_nodes) == (3, 3)
-
-
-@pytest.mark.parametrize("word", ["gpu", "cpu", "auto"])
-def test_ranks_may_be_counted_by_device(script: str, word: str) -> None:
-    assert launch_settings(["--nproc-per-node", word, script], {}).nproc_per_node == word
-
-
 def test_environment_fills_options_but_never_overrides(script: str) -> None:
     environ = {"PET_NPROC_PER_NODE": "4", "PET_MAX_RESTARTS": "9", "EVERSTEP_LAUNCH_AGENT_SOCKET": "/from/environment"}
     filled = launch_settings(["--max-restarts", "1", script], environ)
@@ -108,32 +82,12 @@ def test_standalone_ignores_a_named_agent(script: str) -> None:
     assert launch_settings(["--standalone", script], {"EVERSTEP_LAUNCH_AGENT_SOCKET": "/a.sock"}).agent_socket is None
 
 
-def test_unnamed_job_gets_a_unique_name_from_its_script(script: str) -> None:
-    first, second = launch_settings([script], {}).job, launch_settings([script], {}).job
-    assert first.startswith("train-")
-    assert first != second
-
-
 def test_named_job_keeps_checkpoints_for_a_returning_launcher(script: str) -> None:
     assert launch_settings([script], {}).vault_linger_s is None
     assert launch_settings(["--job", "again", script], {}).vault_linger_s == 600
     assert launch_settings(["--job", "again", "--vault-linger-s", "5", script], {}).vault_linger_s == 5
     with pytest.raises(ConfigurationError, match="--vault-linger-s 0: must be more than 0"):
         launch_settings(["--job", "again", "--vault-linger-s", "0", script], {})
-
-
-def test_start_from_is_passed_to_the_workers(script: str) -> None:
-    options = launch_settings(["--start-from", "s3://bucket/llama", script], {})
-    worker: dict[str, Any] = {"agent_socket": "/a.sock", "nproc": 2, "local_rank": 0, "store": ("127.0.0.1", 1)}
-    environment = worker_environment(options, **worker)
-    assert environment["EVERSTEP_START_FROM"] == "s3://bucket/llama"
-    plain = worker_environment(launch_settings([script], {}), **worker)
-    assert plain["EVERSTEP_START_FROM"] is None
-
-
-def test_a_module_needs_no_file() -> None:
-    options = launch_settings(["-m", "package.train", "--x"], {})
-    assert (options.script, options.module, options.arguments) == ("package.train", True, ("--x",))
 
 
 @pytest.mark.parametrize(
@@ -197,14 +151,6 @@ def test_audits_only_report_unless_asked_for(script: str, flags: list[str], pres
     assert (spec.sdc, spec.sdc_mode) == (preset, mode)
 
 
-def test_two_replicas_are_the_default(script: str) -> None:
-    def spec_replicas(**given: int) -> int:
-        return LaunchOptions(script=script, job="j", agent_socket="/a", **given).job_spec(2).replicas
-
-    assert spec_replicas() == 2
-    assert spec_replicas(nnodes=4, replicas=3) == 3
-
-
 def test_blocks_and_priority_are_asked_of_the_controller(script: str) -> None:
     flags = [
         "--nnodes",
@@ -235,7 +181,7 @@ def test_parity_and_spill_are_requested_of_the_controller(script: str, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("argv", "words"),
+    ("argv", "message"),
     [
         (["--parity-group-size=4"], "needs at least 4 nodes"),
         (["--nnodes=8", "--job=j", "--agent-socket=/a.sock", "--parity-group-size=1"], "2 to 64 data nodes"),
@@ -244,8 +190,8 @@ def test_parity_and_spill_are_requested_of_the_controller(script: str, tmp_path:
         (["--spill-to=/x", "--spill-every=0"], "must be at least 1"),
     ],
 )
-def test_invalid_storage_option_is_refused_without_secrets(script: str, argv: list[str], words: str) -> None:
-    with pytest.raises(ConfigurationError, match=words) as refused:
+def test_invalid_storage_option_is_refused_without_secrets(script: str, argv: list[str], message: str) -> None:
+    with pytest.raises(ConfigurationError, match=message) as refused:
         launch_settings([*argv, script], {})
     assert "hunter2" not in str(refused.value)
 
@@ -263,15 +209,6 @@ def test_ranks_of_a_private_run_accept_flips(script: str, flags: list[str], allo
     options = launch_settings([*flags, script], {})
     environment = worker_environment(options, agent_socket="/a.sock", nproc=1, local_rank=0, store=("h", 1))
     assert environment["EVERSTEP_ALLOW_BIT_FLIPS"] == ("1" if allowed else None)
-
-
-def test_job_that_spills_is_named_by_its_command(script: str) -> None:
-    def name(*argv: str) -> str:
-        return launch_settings(["--spill-to=/x", script, *argv], {}).job
-
-    assert name("--lr", "1") == name("--lr", "1")
-    assert name("--lr", "1") != name("--lr", "2")
-    assert launch_settings([script], {}).job != launch_settings([script], {}).job
 
 
 def test_fresh_needs_a_place_for_checkpoints(script: str) -> None:

@@ -1,4 +1,4 @@
-"""Progress in the launcher: its words, and a line of a terminal that leaves other output as it is."""
+"""The progress display of the launcher: its text, and a terminal line that leaves other output intact."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from everstep_trainer.launch import progress_display
-from everstep_trainer.launch.private_services import PrivateServices
-from everstep_trainer.launch.progress_display import (
-    ProgressText,
-    StepRate,
-    TerminalLine,
-    has_terminal,
-    showing_progress,
-)
 
 from everstep.clock import ManualClock
 from everstep.vocabulary import GenerationReason, JobState
 from everstep.wire.v1.operator import GenerationRecovery, JobDetail, JobSummary
 from everstep.wire.v1.training import JobSpec
+from everstep_trainer.launch import progress_display
+from everstep_trainer.launch.progress_display import (
+    ProgressText,
+    StepRateMeter,
+    TerminalLine,
+    has_terminal,
+    showing_progress,
+)
+from everstep_trainer.launch.services.private_services import PrivateServices
 
 OWN_LINE = re.compile(
     rb"(?:\x1bD)?\x1b7\x1b\[1;(\d+)r\x1b8\x1b\[1A|\x1b7(?:\x1b\[r)?\x1b\[(\d+);1H\x1b\[2K[^\x1b]*.*?\x1b8"
 )
-"""Everything that the line writes."""
+"""Matches everything that the progress line writes."""
 
 
 def recovery(duration_s: float | None, reason: GenerationReason = GenerationReason.RANK_LOST) -> GenerationRecovery:
@@ -51,36 +51,38 @@ def recovery(duration_s: float | None, reason: GenerationReason = GenerationReas
 
 def job(step: int, *recoveries: GenerationRecovery, **more: Any) -> JobDetail:
     fields: dict[str, Any] = {"state": JobState.RUNNING, "world_size": 2, "nodes": 1, "until_step": 200}
-    one = JobSummary(job="j", step=step, **fields | more)
-    return JobDetail(summary=one, spec=JobSpec(job="j"), recoveries=recoveries)
+    summary = JobSummary(job="j", step=step, **fields | more)
+    return JobDetail(summary=summary, spec=JobSpec(job="j"), recoveries=recoveries)
 
 
 def test_line_tells_step_rate_loss_size_and_eta() -> None:
     text = ProgressText()
     text.update(job(20, loss=2.5), 0.0, 1000.0)
-    told = text.update(job(60, recovery(0.25), loss=1.25), 20.0, 1000.0)
-    assert told == (
+    shown_text = text.update(job(60, recovery(0.25), loss=1.25), 20.0, 1000.0)
+    assert shown_text == (
         "step 60/200 (30 %), 2 steps/s, loss 1.25, 2 ranks on 1 node, ETA 70 s, "
         "last recovery 250 ms, 10 s ago (rank lost)"
     )
 
 
-def test_line_tells_for_whom_the_ranks_wait() -> None:
+def test_line_names_the_rank_that_others_wait_for() -> None:
     stall = "rank 0 works alone at train.py:16; rank 1 waits"
-    told = ProgressText().update(job(60, recovery(0.25), stall=stall, stall_since=990.0), 0.0, 1000.0)
-    assert told.endswith(f"for 10 s: {stall}")
+    shown_text = ProgressText().update(job(60, recovery(0.25), stall=stall, stall_since=990.0), 0.0, 1000.0)
+    assert shown_text.endswith(f"for 10 s: {stall}")
 
 
 def test_line_without_last_step_has_no_eta() -> None:
-    told = ProgressText().update(job(60, recovery(9.0, GenerationReason.FORMED), until_step=0, step_s=0.5), 0.0, 0.0)
-    assert told == "step 60, 2 steps/s, 2 ranks on 1 node"
+    shown_text = ProgressText().update(
+        job(60, recovery(9.0, GenerationReason.FORMED), until_step=0, step_s=0.5), 0.0, 0.0
+    )
+    assert shown_text == "step 60, 2 steps/s, 2 ranks on 1 node"
 
 
 def test_last_step_is_remembered_while_ranks_regroup() -> None:
     text = ProgressText()
     text.update(job(60), 0.0, 1000.0)
-    told = text.update(job(60, recovery(None), until_step=0), 2.0, 1000.0)
-    assert told == "recovering (1/2 ranks resumed), step 60/200 (30 %), 2 ranks on 1 node"
+    shown_text = text.update(job(60, recovery(None), until_step=0), 2.0, 1000.0)
+    assert shown_text == "recovering (1/2 ranks resumed), step 60/200 (30 %), 2 ranks on 1 node"
 
 
 def test_line_tells_a_state_other_than_running() -> None:
@@ -89,7 +91,7 @@ def test_line_tells_a_state_other_than_running() -> None:
 
 
 def test_repeated_steps_do_not_count_in_the_rate() -> None:
-    rate = StepRate(10.0)
+    rate = StepRateMeter(10.0)
     assert rate.update(0.0, 100) is None
     assert rate.update(5.0, 90) is None
     assert rate.update(10.0, 110) == 1.0
@@ -100,7 +102,7 @@ END = b"<end>"
 
 
 class Terminal:
-    """A terminal of 24 rows and 40 columns, without the settings that would change what is written to it."""
+    """A terminal of 24 rows and 40 columns, without output processing."""
 
     def __init__(self) -> None:
         self.reading, self.writing = pty.openpty()
@@ -115,7 +117,7 @@ class Terminal:
     def shown(self) -> bytes:
         os.write(self.writing, END)
         read = b""
-        while not read.endswith(END):  # a kernel thread carries it over, piece by piece
+        while not read.endswith(END):  # the kernel delivers the output piece by piece
             read += os.read(self.reading, 1 << 16)
         return read.removesuffix(END)
 
@@ -123,7 +125,7 @@ class Terminal:
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
     terminal = Terminal()
-    monkeypatch.setattr(os, "tcgetpgrp", lambda _: os.getpgrp())  # it is nobody's controlling terminal
+    monkeypatch.setattr(os, "tcgetpgrp", lambda _: os.getpgrp())  # the terminal controls no session
     try:
         yield terminal
     finally:
@@ -168,7 +170,7 @@ def test_small_terminal_and_background_show_nothing(terminal: Terminal, monkeypa
 
 
 class Services(PrivateServices):
-    """Services whose controller knows a job that makes a step at each question."""
+    """Services whose controller knows a job that finishes a step per request."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__(directory, "j", ManualClock(), None)
@@ -182,7 +184,7 @@ class Services(PrivateServices):
         self.steps += 1
         if self.steps == 4:
             self.enough.set()
-        return job(self.steps) if self.steps > 1 else None  # nobody has joined yet
+        return job(self.steps) if self.steps > 1 else None  # no launcher has joined yet
 
 
 def show(directory: Path, interval_s: float | None, environ: dict[str, str]) -> None:
@@ -221,7 +223,7 @@ def test_plain_output_and_dumb_terminals_have_no_line(terminal: Terminal, monkey
     assert has_terminal(terminal.writing, {"TERM": "xterm"})
     assert not has_terminal(terminal.writing, {"TERM": "xterm", "JPY_PARENT_PID": "1"})
     monkeypatch.undo()
-    assert not has_terminal(terminal.writing, {"TERM": "xterm"}), "it is nobody's controlling terminal"
+    assert not has_terminal(terminal.writing, {"TERM": "xterm"}), "it is not the controlling terminal of this process"
     assert not has_terminal(terminal.writing, {"TERM": "dumb"})
     assert not has_terminal(terminal.writing, {})
     reading, writing = os.pipe()

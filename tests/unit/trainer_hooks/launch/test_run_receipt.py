@@ -1,4 +1,4 @@
-"""What the launcher says and keeps at the end of a run."""
+"""The launcher's messages and receipt at the end of a run."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 import msgspec
 import pytest
-from everstep_trainer.launch.private_services import PrivateServices
-from everstep_trainer.launch.run_receipt import concluded, report_run
 
 from everstep.client import Client
 from everstep.clock import ManualClock
 from everstep.receipts.receipt_files import stored_receipts
 from everstep.wire.v1.receipts import JobReceipt
-from tests.support.receipts import full_receipt, receipt, recovery
+from everstep_trainer.launch.run_receipt import concluded, report_run
+from everstep_trainer.launch.services.private_services import PrivateServices
+from tests.support.fleet.receipts import full_receipt, receipt, recovery
 
 
 class Services(PrivateServices):
@@ -54,11 +54,11 @@ def test_receipt_is_printed_and_kept(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert f"receipt: {stored.page}" in caplog.text
 
 
-def test_interruption_leaves_out_what_follows_from_it(tmp_path: Path) -> None:
+def test_interruption_omits_its_consequences(tmp_path: Path) -> None:
     services = Services(tmp_path, receipt(result="running"))
     play(services, tmp_path, None, "interrupted")
     assert services.asked["until"] == 5.0
-    assert [one.receipt.result for one in stored_receipts(tmp_path)] == ["interrupted"]
+    assert [entry.receipt.result for entry in stored_receipts(tmp_path)] == ["interrupted"]
 
 
 def test_other_nodes_print_but_keep_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -88,7 +88,7 @@ def test_unwritable_folder_costs_only_the_file(tmp_path: Path, caplog: pytest.Lo
 
 
 @pytest.mark.parametrize(
-    ("told", "exit_status", "result"),
+    ("reported", "exit_status", "result"),
     [
         ("running", 1, "failed"),
         ("running", 0, "finished"),
@@ -97,8 +97,8 @@ def test_unwritable_folder_costs_only_the_file(tmp_path: Path, caplog: pytest.Lo
         ("finished", 1, "failed"),
     ],
 )
-def test_result_is_the_launchers(told: Any, exit_status: int | None, result: str) -> None:
-    assert concluded(receipt(result=told), exit_status, "why").result == result
+def test_result_is_the_launchers(reported: Any, exit_status: int | None, result: str) -> None:
+    assert concluded(receipt(result=reported), exit_status, "why").result == result
 
 
 def test_versions_in_memory_are_not_kept() -> None:

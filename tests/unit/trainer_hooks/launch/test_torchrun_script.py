@@ -58,12 +58,6 @@ print(sys.argv[1:], *(os.environ[name] for name in names), int(os.environ["MASTE
     assert status == 0
 
 
-def test_failed_script_is_an_error_of_the_rank(tmp_path: Path) -> None:
-    status, output = Rank(tmp_path, "raise SystemExit(3)").end()
-    assert "script.py ended with exit status 3" in output
-    assert (status, "rank returned" in output) == (1, False)
-
-
 def test_rank_ends_by_the_signal_of_its_script(tmp_path: Path) -> None:
     status, _ = Rank(tmp_path, "import os, signal; os.kill(os.getpid(), signal.SIGKILL)").end()
     assert status == -signal.SIGKILL

@@ -3,46 +3,55 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from pathlib import Path
 from typing import Any
 
 import pytest
-from everstep_trainer.data.sampler import ElasticSampler
 
 from everstep.wire.v1.training import JobSpec, RankFinished, RestoreRule
-from tests.support.exact_training import Fault, reached, read_diaries
-from tests.support.generations import JOB
-from tests.support.stage import Stage, stage
-from tests.support.tensor_parallel_training import BATCH, SAMPLES, SEED, SPLIT, train_alone, training
-from tests.support.vaults import vaults
-from tests.support.waiting import until
+from everstep_trainer.data.sampler import ElasticSampler
+from tests.support.fleet.generations import JOB
+from tests.support.processes.fork_pool import ForkPool
+from tests.support.processes.waiting import until
+from tests.support.ranks.exact_training import Fault, is_computed, read_step_logs
+from tests.support.ranks.node_ranks import NodeRanks, node_ranks
+from tests.support.vaults.vault_process import vaults
+from tests.unit.trainer_hooks.parallel.tensor_parallel_training import (
+    BATCH,
+    SAMPLES,
+    SEED,
+    SPLIT,
+    train_alone,
+    training,
+)
 
 STEPS = 20
 Row = dict[str, Any]
 
 
-def form(scene: Stage, number: int, *ranks: int) -> None:
+def form(scene: NodeRanks, number: int, *ranks: int) -> None:
     spec = JobSpec(job=JOB, replicas=1, nproc_per_node=len(ranks))
-    scene.form(number, *ranks, spec=spec, restore=RestoreRule(from_scratch=number == 1))
+    scene.form_generation(number, *ranks, spec=spec, restore=RestoreRule(from_scratch=number == 1))
 
 
 @pytest.mark.promise("replica-groups")
 @pytest.mark.slow
-def test_replicas_of_two_ranks_match_a_single_process(forks, tmp_path):
+def test_replicas_of_two_ranks_match_a_single_process(forks: ForkPool, tmp_path: Path) -> None:
     train = training(tmp_path, STEPS, Fault(3, 7, "forward"), last_steps={2: 13})
     with vaults(forks) as fleet:
         vault = fleet.start("n1")
         fleet.configure(vault)
-        with stage(forks, train, vault.run_dir) as scene:
+        with node_ranks(forks, train, vault.run_dir) as scene:
             scene.start(0, 1, 2, 3)
             form(scene, 1, 0, 1, 2, 3)
             scene.ranks.pop(3).wait()
             form(scene, 2, 0, 1)
-            until(lambda: reached(tmp_path, 2, 13, ranks=2), "step 13")
+            until(lambda: is_computed(tmp_path, 2, 13, ranks=2), "step 13")
             scene.start(3)
             form(scene, 3, 0, 1, 2, 3)
-            scene.heard(RankFinished, 4, where=lambda m: m.generation == 3)
+            scene.wait_for_messages(RankFinished, 4, where=lambda m: m.generation == 3)
             assert scene.finish() == [0, 0, 0, 0]
-    steps = that_stand(read_diaries(tmp_path))
+    steps = that_stand(read_step_logs(tmp_path))
     assert steps.keys() == set(range(1, STEPS + 1))
     counts = {step: rows[0]["replicas"] for step, rows in steps.items()}
     assert set(counts.values()) == {1, 2}, "the number of replicas changed under way"
@@ -68,7 +77,7 @@ def test_replicas_of_two_ranks_match_a_single_process(forks, tmp_path):
 
 
 def that_stand(rows: list[Row]) -> dict[int, list[Row]]:
-    """Of each step what the ranks of the last generation had that computed it."""
+    """Return the rows of each step from the last generation that computed it."""
     last: dict[int, int] = {}
     for row in rows:
         last[row["step"]] = max(row["generation"], last.get(row["step"], 0))

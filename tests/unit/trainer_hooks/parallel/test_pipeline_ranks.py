@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from everstep.wire.v1.training import JobSpec, RankFinished, RestoreRule
-from tests.support.exact_training import Fault, read_diaries
-from tests.support.generations import JOB
-from tests.support.pipeline_training import BATCH, training
-from tests.support.stage import stage
-from tests.support.vaults import vaults
+from tests.support.fleet.generations import JOB
+from tests.support.processes.fork_pool import ForkPool
+from tests.support.ranks.exact_training import Fault, read_step_logs
+from tests.support.ranks.node_ranks import node_ranks
+from tests.support.vaults.vault_process import vaults
+from tests.unit.trainer_hooks.parallel.pipeline_training import BATCH, training
 
 STEPS, WORLD = 14, 4
 SPEC = JobSpec(job=JOB, replicas=1, nproc_per_node=WORLD)
@@ -23,22 +25,22 @@ def numbers(row: dict[str, Any]) -> tuple[Any, ...]:
 
 @pytest.mark.promise("pipeline-recovery")
 @pytest.mark.slow
-def test_pipelines_continue_exactly_after_losing_a_stage(forks, tmp_path):
+def test_pipelines_continue_exactly_after_losing_a_stage(forks: ForkPool, tmp_path: Path) -> None:
     """One of the first stages dies between two micro-batches, one of the last before it updates."""
     faults = (Fault(1, 5, "forward"), Fault(2, 10, "reduced"))
     with vaults(forks) as fleet:
         vault = fleet.start("n1")
         fleet.configure(vault)
-        with stage(forks, training(tmp_path, STEPS, faults, last_steps={}), vault.run_dir) as scene:
+        with node_ranks(forks, training(tmp_path, STEPS, faults, last_steps={}), vault.run_dir) as scene:
             scene.start(0, 1, 2, 3)
-            scene.form(1, 0, 1, 2, 3, spec=SPEC, restore=RestoreRule(from_scratch=True))
+            scene.form_generation(1, 0, 1, 2, 3, spec=SPEC, restore=RestoreRule(from_scratch=True))
             for number, fault in enumerate(faults, 2):
                 scene.ranks.pop(fault.rank).wait()
                 scene.start(fault.rank)
-                scene.form(number, 0, 1, 2, 3, spec=SPEC, restore=RestoreRule())
-            scene.heard(RankFinished, WORLD, where=lambda m: m.generation == 3)
+                scene.form_generation(number, 0, 1, 2, 3, spec=SPEC, restore=RestoreRule())
+            scene.wait_for_messages(RankFinished, WORLD, where=lambda m: m.generation == 3)
             assert scene.finish() == [0, 0, 0, 0]
-    rows = read_diaries(tmp_path)
+    rows = read_step_logs(tmp_path)
     calm = {(row["rank"], row["step"]): numbers(row) for row in rows if row["calm"]}
     lived = [row for row in rows if not row["calm"]]
     assert {row["generation"] for row in lived} == {1, 2, 3}

@@ -15,16 +15,16 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from everstep.ids import Version
 from everstep.layout.manifests import chunk
 from everstep.wire.v1.training import GenerationSpec, RestoreRule
-from tests.support.forked import ChildFailed, ForkPool
-from tests.support.generations import generation
-from tests.support.generations_played import Played, play
-from tests.support.layouts import Layout, layouts_of
-from tests.support.vaults import Vaults, vaults
+from tests.support.fleet.generations import generation
+from tests.support.processes.fork_pool import ChildFailed, ForkPool
+from tests.support.ranks.layouts import Layout, layouts_of
+from tests.support.vaults.vault_process import Vaults, vaults
+from tests.unit.trainer_hooks.restore.layout_changes import GenerationResult, run_generations
 
 WORLD = 4
 DEADLINE_S = 110.0
@@ -60,16 +60,16 @@ def walk(names: list[str]) -> list[str]:
 
 def play_all(
     forks: ForkPool, fleet: Vaults, layouts: Iterable[Layout], nodes: Sequence[str] = ("n1",) * WORLD
-) -> list[Played]:
+) -> list[GenerationResult]:
     """A generation of each layout, one after another; what was restored and trained in each. ``nodes``: of the ranks,
     one for all or one for each."""
     running = {node: fleet.start(node) for node in dict.fromkeys(nodes)}
     fleet.configure()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     parts = [(spec_of(number, layout, store.port, nodes), layout) for number, layout in enumerate(layouts, 1)]
     sockets = [str(running[node].run_dir / "vault.sock") for node in nodes]
-    processes = [forks.start(play, parts, rank, sockets[rank]) for rank in range(WORLD)]
-    results: list[list[Played]] = [process.result(DEADLINE_S) for process in processes]
+    processes = [forks.start(run_generations, parts, rank, sockets[rank]) for rank in range(WORLD)]
+    results: list[list[GenerationResult]] = [process.result(DEADLINE_S) for process in processes]
     return results[0]
 
 
@@ -78,9 +78,9 @@ def spec_of(number: int, layout: Layout, port: int, nodes: Sequence[str]) -> Gen
     return generation(number, ranks=ranks, store=f"127.0.0.1:{port}", restore=RestoreRule())
 
 
-def differences(one: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> list[str]:
-    assert one.keys() == other.keys()
-    return [name for name in one if not np.array_equal(one[name], other[name])]
+def differences(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> list[str]:
+    assert first.keys() == second.keys()
+    return [name for name in first if not np.array_equal(first[name], second[name])]
 
 
 def test_walk_contains_every_ordered_pair_once() -> None:
@@ -97,9 +97,9 @@ def test_every_layout_is_restored_into_every_other_to_the_bit(forks: ForkPool, f
     layouts = {name: layout for world in (2, 3, 4) for name, layout in layouts_of(world).items()}
     first, ways = chunk(len(layouts) ** 2, part, PARTS)
     names, sizes = walk(sorted(layouts))[first : first + ways + 1], drawn(part)
-    said = play_all(forks, fleet, [msgspec.structs.replace(layouts[name], **sizes) for name in names])
-    assert not wrong_ways(names, said), sizes
-    assert len(said) == ways + 1
+    results = play_all(forks, fleet, [msgspec.structs.replace(layouts[name], **sizes) for name in names])
+    assert not wrong_ways(names, results), sizes
+    assert len(results) == ways + 1
 
 
 @pytest.mark.promise("layout-change")
@@ -107,25 +107,15 @@ def test_every_layout_is_restored_into_every_other_to_the_bit(forks: ForkPool, f
 def test_each_layout_is_restored_into_another_to_the_bit(forks: ForkPool, fleet: Vaults) -> None:
     layouts = {name: layout for world in (2, 3, 4) for name, layout in layouts_of(world).items()}
     names, sizes = random.Random(SEED).sample(sorted(layouts), len(layouts)), drawn(0)
-    said = play_all(forks, fleet, [msgspec.structs.replace(layouts[name], **sizes) for name in names])
-    assert not wrong_ways(names, said), sizes
-    assert len(said) == len(names)
+    results = play_all(forks, fleet, [msgspec.structs.replace(layouts[name], **sizes) for name in names])
+    assert not wrong_ways(names, results), sizes
+    assert len(results) == len(names)
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_layouts_are_restored_from_the_memory_of_other_nodes(forks: ForkPool, fleet: Vaults) -> None:
-    layouts = layouts_of(4)
-    names = sorted(layouts)
-    assert not wrong_ways(
-        names, play_all(forks, fleet, [layouts[name] for name in names], nodes=("n1", "n2", "n3", "n4"))
-    )
-
-
-def wrong_ways(names: Sequence[str], said: Sequence[Played]) -> list[Any]:
+def wrong_ways(names: Sequence[str], results: Sequence[GenerationResult]) -> list[Any]:
     """Where something else was restored than what had been there before."""
     wrong: list[Any] = []
-    for number, (before, after) in enumerate(itertools.pairwise(said), 2):
+    for number, (before, after) in enumerate(itertools.pairwise(results), 2):
         way = f"{names[number - 2]} -> {names[number - 1]}"
         if after["restored"].version != Version(number - 1, number - 1):
             wrong.append((way, after["restored"]))

@@ -9,20 +9,20 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-import torch.distributed as dist
-from everstep_trainer.parallel.replicas import RankContext
-from everstep_trainer.restore.overwrites import RestoredValues
-from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import GenerationSession
-from everstep_trainer.runtime.interrupt import Interrupter
-from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.training import RestoreRule
-from tests.support.forked import ForkPool
-from tests.support.generations import generation
-from tests.support.lone_rank import LoneRank, lone_rank
+from everstep_trainer.base.interrupt import Interrupter
+from everstep_trainer.parallel.replicas import RankContext
+from everstep_trainer.restore.overwrites import RestoredValues
+from everstep_trainer.run import Run
+from everstep_trainer.session.generation_session import GenerationSession
+from everstep_trainer.state.tracked_state import TrackedState
+from tests.support.fleet.generations import generation
+from tests.support.processes.fork_pool import ForkPool
+from tests.support.ranks.lone_rank import LoneRank, lone_rank
 
 
 class Training:
@@ -83,36 +83,6 @@ def test_overwritten_tensors_are_named(
     assert "Load a checkpoint of your own before run.track" in caplog.text
 
 
-def load_newest(training: Training) -> None:
-    training.model.load_state_dict(training.newest[0])
-    training.optimizer.load_state_dict(training.newest[1])
-
-
-def evaluate(training: Training) -> None:
-    training.model(torch.randn(4, 40))  # also moves the statistics of BatchNorm
-    training.optimizer.zero_grad()
-
-
-def halve(training: Training) -> None:
-    training.model.half()
-
-
-@pytest.mark.parametrize("change", [load_newest, evaluate, halve, lambda _: None])
-def test_equal_values_cause_no_warning(change: Callable[[Training], None], caplog: pytest.LogCaptureFixture) -> None:
-    training = Training()
-    change(training)
-    training.restored.warn_if_overwritten(17, {"rank": 0})
-    assert caplog.text == ""
-
-
-def test_looking_for_overwrites_leaves_new_tensors_to_the_snapshot() -> None:
-    training = Training()
-    training.state.tensors()
-    load_older_optimizer(training)
-    assert training.restored.overwritten()
-    assert not training.state.is_unchanged()
-
-
 @pytest.mark.promise("overwritten-restore")
 def test_only_a_restored_session_warns_and_only_once(program_forks: ForkPool, caplog: pytest.LogCaptureFixture) -> None:
     with lone_rank(program_forks) as rank:
@@ -130,7 +100,7 @@ def test_only_a_restored_session_warns_and_only_once(program_forks: ForkPool, ca
 
 def session_of(rank: LoneRank, number: int) -> GenerationSession:
     spec = generation(number, restore=None if number == 1 else RestoreRule())
-    group = SimpleNamespace(spec=spec, member=spec.roster[0], store=dist.HashStore(), device=torch.device("cpu"))
+    group = SimpleNamespace(spec=spec, member=spec.roster[0], store=HashStore(), device=torch.device("cpu"))
     return GenerationSession(
         group,  # type: ignore[arg-type]
         directives=SimpleNamespace(is_generation_over=lambda *_: False),  # type: ignore[arg-type]

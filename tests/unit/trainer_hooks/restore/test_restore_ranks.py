@@ -7,15 +7,15 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import pytest
-import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from everstep.ids import Version
 from everstep.vocabulary import FindingKind
 from everstep.wire.v1.training import GenerationSpec, JobSpec, RestoreRule
-from tests.support.forked import ChildFailed, ForkedChild, ForkPool
-from tests.support.generations import JOB, generation
-from tests.support.saving import Part, play
-from tests.support.vaults import Vaults, map_segment, vaults
+from tests.support.fleet.generations import JOB, generation
+from tests.support.processes.fork_pool import ForkedChild, ForkPool
+from tests.support.vaults.vault_process import Vaults, map_segment, vaults
+from tests.unit.trainer_hooks.restore.restore_training import GenerationPart, run_parts
 
 NODES = ("n1", "n2", "n3", "n4")
 ONE_NODE = ("n1",) * 4
@@ -40,7 +40,7 @@ class Generation(NamedTuple):
 
     @property
     def seats(self) -> list[Seat]:
-        """By rank."""
+        """Return the node and local rank of each rank."""
         return [(node, self.nodes[:rank].count(node)) for rank, node in enumerate(self.nodes)]
 
 
@@ -56,7 +56,7 @@ class Fleet:
         self.forks = forks
         self.vaults = fleet
         self.by_node = {node: fleet.start(node) for node in NODES}
-        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def spec(self, number: int, nodes: Sequence[str], rule: RestoreRule, replicas: int) -> GenerationSpec:
         plain = generation(
@@ -79,8 +79,8 @@ class Fleet:
     ) -> list[list[dict[str, Any]]]:
         """Generation after generation in the same processes; what each rank of each says."""
         started = self.start(*generations, model=model, layout=layout, replicas=replicas)
-        said = {seat: iter(process.result()) for seat, process in started.items()}
-        return [[next(said[seat]) for seat in generation.seats] for generation in generations]
+        results = {seat: iter(process.result()) for seat, process in started.items()}
+        return [[next(results[seat]) for seat in generation.seats] for generation in generations]
 
     def start(
         self, *generations: Generation, model: str = "uneven", layout: str = "ddp", replicas: int = 2
@@ -88,14 +88,14 @@ class Fleet:
         """The processes of all seats."""
         alive = [vault for vault in self.by_node.values() if vault.process.poll() is None]
         self.vaults.configure(*alive, generation=generations[0].number)
-        parts: dict[Seat, list[Part]] = {}
+        parts: dict[Seat, list[GenerationPart]] = {}
         for made in generations:
             spec = self.spec(made.number, made.nodes, made.rule, replicas)
             for rank, seat in enumerate(made.seats):
                 dies = made.how if rank == made.dying else "survives" if made.how else ""
-                parts.setdefault(seat, []).append(Part(spec, rank, made.until, made.save, dies))
+                parts.setdefault(seat, []).append(GenerationPart(spec, rank, made.until, made.save, dies))
         return {
-            seat: self.forks.start(play, mine, str(self.by_node[seat[0]].run_dir / "vault.sock"), model, layout)
+            seat: self.forks.start(run_parts, mine, str(self.by_node[seat[0]].run_dir / "vault.sock"), model, layout)
             for seat, mine in parts.items()
         }
 
@@ -158,19 +158,21 @@ def test_process_with_another_rank_continues_bit_identically(fleet: Fleet, layou
 
 @pytest.mark.promise("finished-step-survives")
 @pytest.mark.parametrize(
-    ("layout", "how", "nodes"),
+    ("layout", "how", "nodes", "model"),
     [
-        pytest.param("ddp", "copying", NODES, id="ddp-copying-four-nodes", marks=pytest.mark.nightly),
-        pytest.param("ddp", "finished", ONE_NODE, id="ddp-finished-one-node"),
-        pytest.param("fsdp2", "finished", NODES, id="fsdp2-finished-four-nodes", marks=pytest.mark.nightly),
+        pytest.param("ddp", "copying", NODES, "wide", id="ddp-copying-four-nodes", marks=pytest.mark.nightly),
+        pytest.param("ddp", "finished", ONE_NODE, "wide", id="ddp-finished-one-node"),
+        pytest.param("ddp", "copying", ONE_NODE, "broad", id="ddp-copying-25M-one-node", marks=pytest.mark.nightly),
+        pytest.param("hsdp", "copying", ONE_NODE, "wide", id="hsdp-copying-one-node", marks=pytest.mark.nightly),
+        pytest.param("fsdp2", "finished", NODES, "wide", id="fsdp2-finished-four-nodes", marks=pytest.mark.nightly),
     ],
 )
 def test_finished_step_survives_the_death_of_a_process(
-    fleet: Fleet, layout: str, how: str, nodes: Sequence[str]
+    fleet: Fleet, layout: str, how: str, nodes: Sequence[str], model: str
 ) -> None:
-    ranks = fleet.start(Generation(1, 4, nodes, dying=2, how=how), layout=layout, model="wide")
+    ranks = fleet.start(Generation(1, 4, nodes, dying=2, how=how), layout=layout, model=model)
     assert [rank.wait().signal for rank in ranks.values()] == [None, None, signal.SIGKILL, None]
-    after, whole = fleet.run(Generation(2, 5, nodes), undisturbed(3, 5, nodes), layout=layout, model="wide")
+    after, whole = fleet.run(Generation(2, 5, nodes), undisturbed(3, 5, nodes), layout=layout, model=model)
     assert [r["restored"].version for r in after] == [Version(1, 4)] * 4
     assert [r["fingerprint"] for r in after] == [r["fingerprint"] for r in whole]
 
@@ -211,28 +213,6 @@ def test_damaged_slot_costs_no_version_with_another_holder(fleet: Fleet) -> None
     assert {r["restored"].version for r in again} == {Version(1, 3)}
     assert {r["restored_as"] for r in again} == {r["fingerprint"] for r in four}
     assert [f.finding.kind for r in again for f in r["findings"]] == [FindingKind.SLOT_CORRUPT]
-
-
-def test_damaged_slot_is_used_by_no_rank_of_the_node(fleet: Fleet) -> None:
-    nodes = ("n1",) * 3
-    (first,) = fleet.run(Generation(1, 3, nodes))
-    view = map_segment(fleet.vaults.segments / "n1" / JOB / "own-1")
-    slot = next(slot for slot, header in view.sealed_slots() if header.version == Version(1, 3))
-    view.payload(slot)[0] ^= 1
-    (second,) = fleet.run(Generation(2, 3, nodes))
-    assert {r["restored"].version for r in second} == {Version(1, 2)}
-    assert {r["fingerprint"] for r in second} == {r["fingerprint"] for r in first}
-    assert [[f.finding.kind for f in r["findings"]] for r in second] == [[], [FindingKind.SLOT_CORRUPT], []]
-
-
-def test_node_outside_the_roster_supplies_its_unique_slot(fleet: Fleet) -> None:
-    """Where that node is lost too, every rank is told which shards there are."""
-    four, three = fleet.run(Generation(1, 3), Generation(2, 3, NODES[:3]), layout="fsdp2", replicas=1)
-    assert {r["restored"].version for r in three} == {Version(1, 3)}
-    assert {r["restored_as"] for r in three} == {r["fingerprint"] for r in four}
-    fleet.by_node["n4"].kill()
-    with pytest.raises(ChildFailed, match=r"NotRestorable: version 1:3 was committed.*slots of ranks \[0, 1, 2\] of 4"):
-        fleet.run(Generation(3, 3, NODES[:3], RestoreRule(floor=Version(1, 3))), layout="fsdp2", replicas=1)
 
 
 def test_hybrid_shards_vote_in_pairs_and_survive_a_lost_node(fleet: Fleet) -> None:

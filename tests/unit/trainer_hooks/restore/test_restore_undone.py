@@ -8,19 +8,20 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from everstep_trainer.memory_tier.vault_client import VaultClient
-from everstep_trainer.restore.restorer import Restoration, RestoreResult
-from everstep_trainer.snapshot.snapshotter import Snapshotter
-from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 
 from everstep.ids import Version
 from everstep.wire.v1.training import RestoreRule
-from tests.support.forked import ForkPool
-from tests.support.generations import generation
-from tests.support.lone_rank import LoneRank, lone_rank
-from tests.support.vaults import JOB, map_segment, vaults
+from everstep_trainer.restore.restorer import Restoration, RestoreResult
+from everstep_trainer.slots.vault_client import VaultClient
+from everstep_trainer.snapshot import snapshotter
+from everstep_trainer.snapshot.snapshotter import Snapshotter
+from everstep_trainer.state.tracked_state import TrackedState
+from tests.support.fleet.generations import generation
+from tests.support.processes.fork_pool import ForkPool
+from tests.support.ranks.lone_rank import LoneRank, lone_rank
+from tests.support.vaults.vault_process import JOB, map_segment, vaults
 
 WORLD = (("n1", 0), ("n1", 1))
 
@@ -64,7 +65,7 @@ def stores(rank: LoneRank, objects: dict[str, Any], number: int, *, untrained: i
     """A generation whose steps change everything, but for the first ``untrained``."""
     spec = generation(number)
     state = TrackedState(objects)
-    snapshots = Snapshotter(rank.client, state, spec, spec.roster[0], dist.HashStore(), lambda _: None)
+    snapshots = Snapshotter(rank.client, state, spec, spec.roster[0], HashStore(), lambda _: None)
     for step in range(1, steps + 1):
         snapshots.wait()
         if step > untrained:
@@ -75,7 +76,7 @@ def stores(rank: LoneRank, objects: dict[str, Any], number: int, *, untrained: i
 
 def restores(rank: LoneRank, objects: dict[str, Any], number: int) -> RestoreResult:
     spec = generation(number, restore=RestoreRule())
-    return Restoration(rank.client, spec, spec.roster[0], dist.HashStore()).fill(TrackedState(objects))
+    return Restoration(rank.client, spec, spec.roster[0], HashStore()).fill(TrackedState(objects))
 
 
 @pytest.mark.promise("restore-leaves-nothing")
@@ -115,7 +116,7 @@ def side_by_side(work: Any) -> list[Any]:
 
 
 def both_store(clients: list[VaultClient]) -> None:
-    spec, store = generation(1, ranks=WORLD), dist.HashStore()
+    spec, store = generation(1, ranks=WORLD), HashStore()
     begun = threading.Barrier(2)
 
     def work(number: int) -> None:
@@ -132,7 +133,10 @@ def both_store(clients: list[VaultClient]) -> None:
 
 
 @pytest.mark.promise("restore-leaves-nothing")
-def test_rank_undoes_its_restore_when_another_rank_fails(program_forks: ForkPool) -> None:
+def test_rank_undoes_its_restore_when_another_rank_fails(
+    program_forks: ForkPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshotter, "PLAN_WAIT_S", 60.0)
     with vaults(program_forks) as fleet:
         vault = fleet.start("n1")
         fleet.configure()
@@ -141,7 +145,7 @@ def test_rank_undoes_its_restore_when_another_rank_fails(program_forks: ForkPool
             both_store(clients)
             view = map_segment(fleet.segments / "n1" / JOB / "own-1")
             view.payload(next(slot for slot, _ in view.sealed_slots()))[100] ^= 0x40
-            objects, store = [built(), built()], dist.HashStore()
+            objects, store = [built(), built()], HashStore()
             spec = generation(2, ranks=WORLD, restore=RestoreRule())
 
             def restore(number: int) -> RestoreResult:

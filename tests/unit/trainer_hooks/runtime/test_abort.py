@@ -1,4 +1,4 @@
-"""A collective that waits for somebody who will not come is ended, and nothing else is."""
+"""An abort ends the collectives that wait for a missing rank, and no other communication."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
 from everstep_trainer.config import HookSettings
 from everstep_trainer.runtime import abort
 from everstep_trainer.runtime.abort import (
@@ -23,23 +25,25 @@ from everstep_trainer.runtime.abort import (
     make_backend,
 )
 from everstep_trainer.runtime.process_group import Rendezvous
-
-from tests.support.stage import host_store
-from tests.support.waiting import until
+from tests.support.processes.fork_pool import ForkPool
+from tests.support.processes.waiting import until
+from tests.support.ranks.node_ranks import host_store
 
 WORLD = 3
 
 
-def wait_in_vain(port: int, rank: int, elements: int) -> dict[str, object]:
-    """Joins a group, then waits in an all-reduce that rank 0 never enters, or for its message where there are no
-    ``elements``, until told to abort."""
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False)
+def wait_until_aborted(port: int, rank: int, elements: int) -> dict[str, object]:
+    """Join a group, wait in an all-reduce that rank 0 never enters, and abort on request.
+
+    Without ``elements``, wait for a message of rank 0 instead.
+    """
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     backend = GlooBackend()
     backend.prepare()
-    dist.init_process_group("gloo", store=dist.PrefixStore("g", store), rank=rank, world_size=WORLD)
+    dist.init_process_group("gloo", store=PrefixStore("g", store), rank=rank, world_size=WORLD)
     dist.all_reduce(torch.ones(1))
-    store.set(f"ready/{rank}", b"")
+    store.set(f"ready/{rank}", "")
     if rank == 0:
         signal.pause()
     with socket.socket() as listener, socket.create_connection(("127.0.0.1", port)) as bystander:
@@ -47,12 +51,12 @@ def wait_in_vain(port: int, rank: int, elements: int) -> dict[str, object]:
         listener.listen()
         aborted: list[int] = []
 
-        def abort_when_told() -> None:
+        def abort_on_request() -> None:
             store.wait(["abort"], timedelta(seconds=60))
             aborted.append(backend.abort())
             aborted.append(backend.abort())
 
-        thread = threading.Thread(target=abort_when_told)
+        thread = threading.Thread(target=abort_on_request)
         thread.start()
         error = ""
         try:
@@ -61,41 +65,29 @@ def wait_in_vain(port: int, rank: int, elements: int) -> dict[str, object]:
             error = str(caught)
         thread.join()
         bystander.getpeername()
-        store.set(f"alive/{rank}", b"")  # the store's connection still works
+        store.set(f"alive/{rank}", "")  # the store's connection still works
         return {"error": error, "aborted": aborted, "loops": len(gloo_event_loops())}
 
 
 @pytest.mark.parametrize("elements", [1, 3_000_000, 0])
-def test_rank_waiting_for_a_stopped_peer_is_freed(forks, elements):
+def test_rank_waiting_for_a_stopped_peer_is_freed(forks: ForkPool, elements: int) -> None:
     with tempfile.TemporaryDirectory(prefix="everstep-") as folder:
         port_file = Path(folder) / "port"
         forks.start(host_store, str(port_file))
         port = int(until(lambda: port_file.read_text() if port_file.exists() else "", "the store serves"))
-        ranks = [forks.start(wait_in_vain, port, rank, elements) for rank in range(WORLD)]
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False)
+        ranks = [forks.start(wait_until_aborted, port, rank, elements) for rank in range(WORLD)]
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60), wait_for_workers=False)
         store.wait([f"ready/{rank}" for rank in range(WORLD)])
         os.kill(ranks[0].pid, signal.SIGSTOP)
-        store.set("abort", b"")
+        store.set("abort", "")
         for rank in ranks[1:]:
             outcome = rank.result()
             assert outcome["error"]
-            assert outcome["aborted"][0] == WORLD - 1, "every connection of the group, and no other"
+            assert outcome["aborted"][0] == WORLD - 1, "the abort ends exactly the connections of the group"
             assert outcome["loops"] == 1
 
 
-def abort_without_groups() -> tuple[int, int]:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        listener.listen()
-        return len(gloo_event_loops()), GlooBackend().abort()
-
-
-def test_a_process_without_groups_has_nothing_to_abort(forks):
-    """In one of its own: tests before it may have left groups in this one."""
-    assert tuple(forks.start(abort_without_groups).result()) == (0, 0)
-
-
-def test_only_connections_to_the_named_port_are_found_and_shut():
+def test_only_connections_to_the_named_port_are_found_and_shut() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -108,7 +100,7 @@ def test_only_connections_to_the_named_port_are_found_and_shut():
             assert theirs.recv(1) == b""
 
 
-def test_reused_descriptor_is_left_alone():
+def test_reused_descriptor_is_left_alone() -> None:
     ours, theirs = socket.socketpair()
     with socket.socket() as listener, ours, theirs:
         listener.bind(("127.0.0.1", 0))
@@ -119,7 +111,7 @@ def test_reused_descriptor_is_left_alone():
             assert connection.recv(1) == b"x"
 
 
-def test_unix_sockets_pipes_and_closed_numbers_are_never_shut():
+def test_unix_sockets_pipes_and_closed_numbers_are_never_shut() -> None:
     ours, theirs = socket.socketpair()
     reading, writing = os.pipe()
     os.close(reading)
@@ -131,7 +123,7 @@ def test_unix_sockets_pipes_and_closed_numbers_are_never_shut():
     os.close(writing)
 
 
-def test_the_backend_follows_the_setting_and_the_machine():
+def test_the_backend_follows_the_setting_and_the_machine() -> None:
     assert isinstance(make_backend("gloo"), GlooBackend)
     assert isinstance(make_backend("nccl"), NcclBackend)
     expected = NcclBackend if torch.cuda.is_available() and dist.is_nccl_available() else GlooBackend
@@ -143,14 +135,14 @@ def nccl_environment() -> dict[str, str | None]:
     return {name: os.environ.get(f"TORCH_NCCL_{name}") for name in ("USE_COMM_NONBLOCKING", "NONBLOCKING_TIMEOUT")}
 
 
-def test_all_nccl_communicators_are_set_up_without_blocking(forks):
-    """Also those of groups that a training function makes, for which nobody passes options."""
+def test_all_nccl_communicators_are_set_up_without_blocking(forks: ForkPool) -> None:
+    """This includes groups that a training function creates without options."""
     expected = {"USE_COMM_NONBLOCKING": "1", "NONBLOCKING_TIMEOUT": str(NCCL_SETUP_TIMEOUT_S)}
     assert forks.start(nccl_environment).result() == expected
 
 
 class Communicator:
-    """One whose abort takes until it is allowed to end."""
+    """A communicator whose abort lasts until the test releases it."""
 
     def __init__(self) -> None:
         self.may_end = threading.Event()
@@ -161,7 +153,7 @@ class Communicator:
         assert self.may_end.wait(60)
 
 
-def test_nccl_aborts_are_begun_once_and_waited_for(monkeypatch):
+def test_nccl_aborts_are_begun_once_and_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     backend, communicator = NcclBackend(), Communicator()
     monkeypatch.setattr(GlooBackend, "abort", lambda _: 0)
     monkeypatch.setattr(backend, "_communicators", lambda: [communicator])
@@ -172,8 +164,8 @@ def test_nccl_aborts_are_begun_once_and_waited_for(monkeypatch):
     assert communicator.aborts == 1
 
 
-def test_broken_groups_are_destroyed_after_their_aborts(monkeypatch):
-    """Destroying a group waits for what hangs in it, under the lock that the abort needs."""
+def test_broken_groups_are_destroyed_after_their_aborts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Destroying a group waits for its hung collectives, while it holds the lock that the abort needs."""
     done: list[str] = []
     backend = NcclBackend()
     monkeypatch.setattr(backend, "abort", lambda: done.append("abort"))
@@ -188,16 +180,16 @@ def test_broken_groups_are_destroyed_after_their_aborts(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_nccl_set_up_with_a_missing_peer_can_be_aborted(forks):
-    """One device is enough: rank 1 never calls, so the communicator's non-blocking set-up never ends by itself."""
+def test_nccl_set_up_with_a_missing_peer_can_be_aborted(forks: ForkPool) -> None:
+    """One device is enough: rank 1 never calls, so the communicator's non-blocking setup never completes."""
     assert tuple(forks.start(abort_nccl_set_up).result()) == (1, True, 8.0)
 
 
 def abort_nccl_set_up() -> tuple[int, bool, float]:
-    """Communicators aborted, whether that ended in time, and a sum that the GPU makes afterwards."""
+    """The number of aborted communicators, whether the abort ended in time, and a later sum on the GPU."""
     backend, device = NcclBackend(), torch.device("cuda", 0)
     backend.prepare()
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     torch.cuda.set_device(device)
     dist.init_process_group("cuda:nccl", store=store, rank=0, world_size=2)
     backend.connect(device)

@@ -1,4 +1,4 @@
-"""What the main thread does is told from another thread: it works, stands still, or waits in a collective."""
+"""Another thread recognises whether the main thread works, stands still or waits in a collective."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
-from everstep_trainer.config import HookSettings
-from everstep_trainer.runtime import interrupt
-from everstep_trainer.runtime.activity import MainThreadObserver, MainThreadState, script_stack
-from everstep_trainer.runtime.progress import StepProgress
 
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.vocabulary import RankActivity
+from everstep_trainer.base import interrupt
+from everstep_trainer.base.progress import StepProgress
+from everstep_trainer.config import HookSettings
+from everstep_trainer.runtime.activity import MainThreadObserver, MainThreadState, script_stack
 
 DEADLINE_S = 120.0
 SETTINGS = HookSettings(busy_loop_s=0.3)
@@ -57,7 +59,7 @@ def watched(activity: RankActivity, doing: str = "", progress: StepProgress | No
     return Watched(progress, lambda state: state.activity is activity and doing in state.doing)
 
 
-def test_lock_that_nobody_releases_is_still():
+def test_unreleased_lock_is_still() -> None:
     scene, lock = watched(RankActivity.STILL), threading.Lock()
     lock.acquire()
     scene.on_release.append(lock.release)
@@ -66,21 +68,21 @@ def test_lock_that_nobody_releases_is_still():
     assert scene.state.place.startswith("test_activity.py:")
 
 
-def test_sleep_is_still():
+def test_sleep_is_still() -> None:
     scene = watched(RankActivity.STILL)
     with scene.watching():
         while not scene.released.is_set():
             time.sleep(1.5)
 
 
-def test_computation_is_work():
+def test_computation_is_work() -> None:
     scene, numbers = watched(RankActivity.WORKING, "computes"), list(range(100_000))
     with scene.watching():
         while not scene.released.is_set():
             sorted(numbers, key=lambda number: -number)
 
 
-def test_working_child_is_work():
+def test_working_child_is_work() -> None:
     scene = watched(RankActivity.WORKING, "child")
     child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     scene.on_release.append(child.kill)
@@ -88,14 +90,14 @@ def test_working_child_is_work():
         child.wait()
 
 
-def test_polling_is_work():
+def test_polling_is_work() -> None:
     scene = watched(RankActivity.WORKING)
     with scene.watching():
         while not scene.released.is_set():
             time.sleep(0.02)
 
 
-def test_writing_is_work(tmp_path: Path):
+def test_writing_is_work(tmp_path: Path) -> None:
     scene = watched(RankActivity.WORKING)
     with scene.watching(), open(tmp_path / "file", "wb") as file:
         while not scene.released.is_set():
@@ -104,15 +106,17 @@ def test_writing_is_work(tmp_path: Path):
             os.fsync(file.fileno())
 
 
-def test_section_is_work_whatever_the_process_does():
+def test_section_is_work_whatever_the_process_does() -> None:
     progress = StepProgress(window=3)
     scene = watched(RankActivity.WORKING, progress=progress)
     with scene.watching(), progress.section("validation", 60.0):
         scene.released.wait()
-    assert (scene.state.section.name, scene.state.section.limit_s) == ("validation", 60.0)
+    section = scene.state.section
+    assert section is not None
+    assert (section.name, section.limit_s) == ("validation", 60.0)
 
 
-def test_debugger_prompt_is_work():
+def test_debugger_prompt_is_work() -> None:
     scene, reading = watched(RankActivity.WORKING, "debugged"), os.pipe()
     scene.on_release.append(lambda: os.write(reading[1], b"continue\n"))
     with scene.watching(), open(reading[0]) as answers, open(os.devnull, "w") as prompt:
@@ -136,14 +140,14 @@ def count(stop: list[bool]) -> int:
             return number
 
 
-def test_loop_that_changes_nothing_is_a_busy_loop():
+def test_loop_that_changes_nothing_is_a_busy_loop() -> None:
     scene, stop = watched(RankActivity.BUSY_LOOP), []
     scene.on_release.append(lambda: stop.append(True))
     with scene.watching():
         spin(stop)
 
 
-def test_loop_that_counts_is_work():
+def test_loop_that_counts_is_work() -> None:
     progress, stop = StepProgress(window=3), []
     scene = Watched(progress, lambda state: state.activity is RankActivity.WORKING and state.place_s > 2.0)
     scene.on_release.append(lambda: stop.append(True))
@@ -151,8 +155,9 @@ def test_loop_that_counts_is_work():
         count(stop)
 
 
-def test_spinning_wait_for_a_working_thread_is_work():
-    progress, stop, ends = StepProgress(window=3), [], []
+def test_spinning_wait_for_a_working_thread_is_work() -> None:
+    progress, stop = StepProgress(window=3), []
+    ends: list[bool] = []
     scene = Watched(progress, lambda state: state.activity is RankActivity.WORKING and state.place_s > 1.0)
     scene.on_release.append(lambda: stop.append(True))
     worker = threading.Thread(
@@ -167,7 +172,7 @@ def test_spinning_wait_for_a_working_thread_is_work():
         worker.join()
 
 
-def test_backward_that_waits_in_several_ranks_is_a_collective():
+def test_backward_that_waits_in_several_ranks_is_a_collective() -> None:
     """DistributedDataParallel waits for its all-reduces in C++, at the end of the backward pass."""
     progress = StepProgress(window=3)
     progress.enter(1, lambda: 0, world_size=2)
@@ -181,12 +186,13 @@ def test_backward_that_waits_in_several_ranks_is_a_collective():
 
 def frame_named(name: str, lock: threading.Lock) -> Callable[[], object]:
     """Return a function of that name that waits for the lock."""
-    space: dict[str, object] = {"lock": lock}
+    space: dict[str, Any] = {"lock": lock}
     exec(f"def {name}():\n    lock.acquire()", space)
-    return space[name]
+    function: Callable[[], object] = space[name]
+    return function
 
 
-def test_awaited_operation_is_a_collective(monkeypatch):
+def test_awaited_operation_is_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     scene, lock = watched(RankActivity.COLLECTIVE, "all_reduce"), threading.Lock()
     monkeypatch.setattr(interrupt, "_awaited", 1)
     monkeypatch.setattr(interrupt, "has_only_collectives_of_all", lambda: True)
@@ -197,7 +203,7 @@ def test_awaited_operation_is_a_collective(monkeypatch):
     assert scene.state.waits_for_all
 
 
-def test_script_stack_leaves_libraries_out():
+def test_script_stack_leaves_libraries_out() -> None:
     lines = script_stack().splitlines()
     assert 0 < len(lines) <= 10
     assert not any("site-packages" in line for line in lines)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import logging
+import threading
 from types import SimpleNamespace
 
 import msgspec
 import pytest
-from everstep_trainer.config import HookSettings
-from everstep_trainer.runtime.directives import DirectiveListener, MembershipState, ReceivedDirectives
-from everstep_trainer.runtime.progress import StepProgress
 
 from everstep.clock import ManualClock
 from everstep.vocabulary import GenerationReason
-from everstep.wire.v1.directives import NewGeneration
-from tests.support.generations import generation
+from everstep.wire.v1.directives import NewGeneration, StopJob
+from everstep.wire.v1.training import GenerationSpec
+from everstep_trainer.base.progress import StepProgress
+from everstep_trainer.config import HookSettings
+from everstep_trainer.runtime.directives import DirectiveListener, MembershipState, ReceivedDirectives
+from tests.support.fleet.generations import generation
 
 
 def attendant(where: MembershipState) -> DirectiveListener:
@@ -45,18 +47,6 @@ def test_ranks_log_their_stacks_when_another_rank_hangs(caplog: pytest.LogCaptur
     assert record.trace == "t2"  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    ("where", "message"),
-    [(MembershipState.NOT_A_MEMBER, hung(2)), (MembershipState.MEMBER, NewGeneration(spec=generation(2)))],
-)
-def test_stacks_are_logged_only_for_hangs(
-    where: MembershipState, message: NewGeneration, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level(logging.WARNING):
-        attendant(where).handle_message(message)
-    assert not caplog.records
-
-
 def test_tick_reports_the_begun_step_of_its_generation_only() -> None:
     settings = HookSettings()
     progress = StepProgress(settings.step_window)
@@ -77,17 +67,57 @@ def test_tick_reports_the_begun_step_of_its_generation_only() -> None:
     assert progress.begun_step == 5
 
 
-def test_tick_that_the_next_generation_overtakes_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    rank = attendant(MembershipState.NOT_A_MEMBER)
-    spec, following = generation(1), generation(2)
-    rank.enter(spec, spec.roster[0])
+def test_ticks_are_rare_only_while_steps_end_on_full_cores() -> None:
+    rank = attendant(MembershipState.MEMBER)
+    rank.enter(generation(1), generation(1).roster[0])
 
-    def read_loss() -> None:  # meanwhile the main thread goes on
-        rank.enter(following, following.roster[0])
-        rank.progress.finish_step(186)
+    def is_rare_after(step: int, *, full: bool) -> bool:
+        rank.progress.finish_step(step)
+        rank.progress.are_cores_full = full
+        rank.make_tick()
+        return rank.may_tick_rarely()
 
-    monkeypatch.setattr(rank.progress.loss, "value", read_loss)
-    assert rank.make_tick() is None
-    tick = rank.make_tick()
-    assert tick is not None
-    assert (tick.generation, tick.step) == (2, 186)
+    assert not is_rare_after(8, full=False)
+    assert is_rare_after(9, full=True)
+    assert not is_rare_after(9, full=True), "a stall must be seen as soon as ever"
+    assert is_rare_after(10, full=True)
+
+
+@pytest.fixture
+def orders() -> ReceivedDirectives:
+    return ReceivedDirectives()
+
+
+def next_number(orders: ReceivedDirectives, timeout_s: float) -> int:
+    directive = orders.wait_next(0, timeout_s)
+    assert isinstance(directive, GenerationSpec)
+    return directive.number
+
+
+@pytest.mark.promise("stale-refused")
+def test_an_older_or_equal_generation_is_dropped(orders: ReceivedDirectives) -> None:
+    assert orders.add_generation(generation(5))
+    assert not orders.add_generation(generation(5))
+    assert not orders.add_generation(generation(4))
+    assert next_number(orders, 0) == 5
+
+
+def test_a_newer_generation_ends_the_running_one_at_once(orders: ReceivedDirectives) -> None:
+    orders.add_generation(generation(2))
+    assert orders.is_generation_over(1, 0)
+    assert orders.is_superseded(1)
+
+
+def test_the_end_of_the_job_ends_every_generation(orders: ReceivedDirectives) -> None:
+    orders.add_generation(generation(3, after_step=100))
+    orders.add_stop(StopJob(job="job", ok=True, reason="done"))
+    assert orders.is_generation_over(3, 0)
+    assert isinstance(orders.wait_next(3, 0), StopJob)
+
+
+def test_waiting_ends_with_a_generation_or_timeout(orders: ReceivedDirectives) -> None:
+    assert orders.wait_next(0, 0.0) is None
+    thread = threading.Thread(target=lambda: orders.add_generation(generation(1)))
+    thread.start()
+    assert next_number(orders, 10) == 1
+    thread.join()

@@ -1,4 +1,4 @@
-"""What ranks know of a regroup, and callbacks that fail."""
+"""The ranks' records of a regroup, and callbacks that fail."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import logging
 
 import pytest
 import torch
+
 from everstep_trainer.parallel.replicas import RankContext
 from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import TrainingSession
 from everstep_trainer.runtime.regroup_record import RecoveryTally, RegroupRecord
-
-from everstep.vocabulary import GenerationReason
-from tests.support.generations import generation
+from everstep_trainer.session.generation_session import TrainingSession
+from tests.support.fleet.generations import generation
 
 
 def record_at(step: int) -> RegroupRecord:
@@ -38,16 +37,9 @@ def test_new_process_continues_the_tally_of_survivors() -> None:
     assert (record.lost_s, record.total_lost_s, record.repeated_steps, record.regroups) == (2.5, 5.5, 2, 2)
 
 
-def test_record_without_survivors_counts_from_the_decision() -> None:
-    spec = generation(number=2)
-    record = RecoveryTally().record(spec, 4, 5, spec.issued_at + 3.0, {})
-    assert (record.lost_s, record.repeated_steps) == (3.0, None)
-    assert record.reason in GenerationReason
-    assert record.cause == spec.sentence
-
-
 def test_callbacks_receive_losses_and_one_regroup() -> None:
-    run, losses, records = Run(RankContext(generation=2), Recording()), [], []
+    run, losses = Run(RankContext(generation=2), Recording()), []
+    records: list[RegroupRecord] = []
     run.on_report(lambda step, loss: losses.append((step, float(loss))))
     run.on_regroup(records.append)
     for _ in run.steps(until=2):
@@ -68,4 +60,4 @@ def test_failing_callback_is_logged_once_and_left_out(caplog: pytest.LogCaptureF
         for _ in run.steps(until=3):
             run.report(loss=1.0)
     assert calls == [1]
-    assert sum("is not called again" in one.getMessage() for one in caplog.records) == 1
+    assert sum("is not called again" in record.getMessage() for record in caplog.records) == 1

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import socket
-import struct
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,61 +13,24 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from everstep_trainer.runtime.abort import GlooBackend, ignore_late_resets
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from tests.support.stage import host_store
-from tests.support.waiting import until
+from everstep_trainer.runtime.abort import GlooBackend
+from tests.support.processes.fork_pool import ForkPool
+from tests.support.processes.waiting import until
+from tests.support.ranks.node_ranks import host_store
 
 ENOUGH = timedelta(seconds=30)
 PTRACE_ATTACH, PTRACE_DETACH = 16, 17
 WALL = 0x40000000  # waitpid: threads too
 
 
-@contextmanager
-def connected() -> Iterator[tuple[socket.socket, socket.socket]]:
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        socket.create_connection(listener.getsockname()) as ours,
-        listener.accept()[0] as theirs,
-    ):
-        yield ours, theirs
-
-
-def test_writes_to_a_closed_connection_are_lost_and_eof_is_read():
-    with connected() as (ours, theirs):
-        ignore_late_resets(ours)
-        theirs.sendall(b"last words")
-        theirs.close()
-        for _ in range(3):
-            ours.sendall(b"x")
-        assert ours.recv(100) == b"last words"
-        assert ours.recv(100) == b""
-
-
-def test_reset_of_a_dead_peer_is_received():
-    with connected() as (ours, theirs):
-        ignore_late_resets(ours)
-        ours.sendall(b"never read")
-        theirs.close()
-        with pytest.raises(ConnectionResetError):
-            ours.recv(1)
-
-
-def test_reset_is_received_without_unread_data():
-    with connected() as (ours, theirs):
-        ignore_late_resets(ours)
-        theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        theirs.close()
-        with pytest.raises(ConnectionResetError):
-            ours.recv(1)
-
-
 def send_to_the_dead(port: int, rank: int) -> bool:
     """Rank 0 sends, when told to, what rank 1 waits for; whether that came to an end."""
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=ENOUGH, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", port, is_master=False, timeout=ENOUGH, wait_for_workers=False)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     GlooBackend().prepare()
-    dist.init_process_group("gloo", store=dist.PrefixStore("g", store), rank=rank, world_size=2, timeout=ENOUGH)
+    dist.init_process_group("gloo", store=PrefixStore("g", store), rank=rank, world_size=2, timeout=ENOUGH)
     dist.all_reduce(torch.ones(1))
     if rank == 1:
         receiving = dist.irecv(torch.ones(64), 0)
@@ -77,10 +38,10 @@ def send_to_the_dead(port: int, rank: int) -> bool:
         assert receiving is not None
         receiving.wait()
     dist.recv(torch.ones(1), 1)
-    store.set("ready", b"")
+    store.set("ready", "")
     store.wait(["die"], ENOUGH)
     work = dist.isend(torch.ones(64), 1)
-    store.set("sent", b"")
+    store.set("sent", "")
     assert work is not None
     return work.wait(ENOUGH / 2)
 
@@ -111,16 +72,16 @@ def _name(task: Path) -> str:
         return ""
 
 
-def test_send_begun_before_gloo_notices_a_peer_death_ends(forks):
+def test_send_begun_before_gloo_notices_a_peer_death_ends(forks: ForkPool) -> None:
     with tempfile.TemporaryDirectory(prefix="everstep-") as folder:
         port_file = Path(folder) / "port"
         forks.start(host_store, str(port_file))
         port = int(until(lambda: port_file.read_text() if port_file.exists() else "", "the store serves"))
         ranks = [forks.start(send_to_the_dead, port, rank) for rank in range(2)]
-        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=ENOUGH, wait_for_workers=False)
+        store = TCPStore("127.0.0.1", port, is_master=False, timeout=ENOUGH, wait_for_workers=False)
         store.wait(["ready"])
         with held(gloo_thread(ranks[0].pid)):
             ranks[1].kill()
-            store.set("die", b"")
+            store.set("die", "")
             store.wait(["sent"])
         assert ranks[0].result()

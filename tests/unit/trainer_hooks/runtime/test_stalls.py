@@ -5,21 +5,19 @@ from __future__ import annotations
 import threading
 
 import msgspec
-import pytest
-from everstep_trainer.config import HookSettings
-from everstep_trainer.runtime.activity import MainThreadState
-from everstep_trainer.runtime.progress import StepProgress, WorkSection
-from everstep_trainer.runtime.stalls import Stall, StallWatch, all_stacks
 
 from everstep.clock import ManualClock
 from everstep.vocabulary import RankActivity
+from everstep_trainer.base.progress import StepProgress, WorkSection
+from everstep_trainer.config import HookSettings
+from everstep_trainer.runtime.activity import MainThreadState
+from everstep_trainer.runtime.stalls import Stall, StallWatch, all_stacks
 
 SETTINGS = HookSettings(
     stall_report_s=1.0, min_hang_threshold_s=1.0, hang_factor=20.0, first_step_allowance_s=30.0, hang_warmup_steps=3
 )
 STILL = MainThreadState(activity=RankActivity.STILL, place="train.py:16")
 WORKING = MainThreadState(activity=RankActivity.WORKING, place="train.py:16", doing="computes")
-COLLECTIVE = MainThreadState(activity=RankActivity.COLLECTIVE, operation="all_reduce")
 
 
 class PlayedObserver:
@@ -62,7 +60,7 @@ class Scene:
         return [report for report in reports if report is not None]
 
 
-def test_stall_is_reported_after_a_second_with_its_state():
+def test_stall_is_reported_after_a_second_with_its_state() -> None:
     scene = Scene()
     scene.steps(5)
     (stall,) = scene.look(1.5)
@@ -70,29 +68,13 @@ def test_stall_is_reported_after_a_second_with_its_state():
     assert 1.0 <= stall.stalled_s < 1.2
 
 
-def test_slow_steps_delay_the_report(monkeypatch):
-    scene = Scene()
-    scene.steps(5)
-    monkeypatch.setattr(StepProgress, "median_step_s", property(lambda _: 2.0))
-    assert scene.look(3.5) == []
-    (stall,) = scene.look(1.0)
-    assert stall.threshold_s == 40.0
-
-
-@pytest.mark.parametrize(("finished", "threshold_s"), [(2, 30.0), (3, 1.0)])
-def test_first_steps_have_a_larger_threshold(finished, threshold_s):
-    scene = Scene()
-    scene.steps(finished)
-    assert scene.look(1.5)[0].threshold_s == threshold_s
-
-
-def test_threshold_of_the_job_applies_after_one_step():
+def test_threshold_of_the_job_applies_after_one_step() -> None:
     scene = Scene(configured_s=2.0)
     scene.steps(1)
     assert scene.look(1.5)[0].threshold_s == 2.0
 
 
-def test_unknown_state_is_awaited_for_a_second():
+def test_unknown_state_is_awaited_for_a_second() -> None:
     scene = Scene()
     scene.steps(5)
     scene.observer.state = MainThreadState()
@@ -100,7 +82,7 @@ def test_unknown_state_is_awaited_for_a_second():
     assert scene.look(0.5)[0].state.activity is None
 
 
-def test_change_of_activity_is_reported():
+def test_change_of_activity_is_reported() -> None:
     scene = Scene()
     scene.steps(5)
     scene.look(1.5)
@@ -109,40 +91,12 @@ def test_change_of_activity_is_reported():
     scene.observer.state = msgspec.structs.replace(WORKING, place="train.py:17")
     assert scene.look(0.5) == [], "a line is no change"
     scene.observer.state = msgspec.structs.replace(WORKING, section=WorkSection("validation", 60.0))
-    assert scene.look(1.5)[0].state.section.limit_s == 60.0
+    section = scene.look(1.5)[0].state.section
+    assert section is not None
+    assert section.limit_s == 60.0
 
 
-def test_changes_are_reported_more_rarely_in_a_long_stall():
-    scene = Scene()
-    scene.steps(5)
-    scene.look(200.0)
-    count = 0
-    for state in (WORKING, STILL) * 50:
-        scene.observer.state = state
-        count += len(scene.look(1.0))
-    assert count <= 6
-
-
-@pytest.mark.parametrize(("state", "most"), [(COLLECTIVE, 10), (STILL, 35)])
-def test_long_stall_is_reported_rarely(state, most):
-    scene = Scene()
-    scene.steps(5)
-    scene.observer.state = state
-    assert 5 <= len(scene.look(600.0)) <= most
-
-
-def test_end_of_a_reported_stall_is_reported():
-    scene = Scene()
-    scene.steps(5)
-    scene.look(3.0)
-    scene.observer.longest_still_s = 2.5
-    (ended,) = scene.steps(1)
-    assert (ended.state.activity, ended.state.activity_s) == (RankActivity.MOVING, 2.5)
-    assert 2.9 <= ended.stalled_s <= 3.3
-    assert scene.steps(1) == []
-
-
-def test_stopped_process_does_not_report_itself():
+def test_stopped_process_does_not_report_itself() -> None:
     scene = Scene()
     scene.steps(5)
     scene.clock.advance(60.0)
@@ -151,7 +105,7 @@ def test_stopped_process_does_not_report_itself():
     assert scene.look(1.0) != []
 
 
-def test_new_generation_resets_the_watch():
+def test_new_generation_resets_the_watch() -> None:
     scene = Scene()
     scene.steps(5)
     scene.look(3.0)
@@ -160,17 +114,7 @@ def test_new_generation_resets_the_watch():
     assert scene.look(0.8) == []
 
 
-def test_begun_collectives_count_as_progress():
-    scene = Scene()
-    begun = 0
-    scene.progress.enter(1, lambda: begun)
-    scene.steps(5)
-    for begun in range(1, 10):  # noqa: B007 - the progress reads it
-        assert scene.look(0.9) == []
-    assert scene.look(1.2) != []
-
-
-def test_stacks_show_every_thread_main_first_within_the_limit():
+def test_stacks_show_every_thread_main_first_within_the_limit() -> None:
     release = threading.Event()
     waiting = threading.Thread(target=release.wait, name="the-other-one")
     waiting.start()

@@ -6,12 +6,13 @@ import logging
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn, optim
+
+from everstep.vocabulary import AuditKind
 from everstep_trainer.sdc import state_digests
 from everstep_trainer.sdc.audit import AuditSetup, Mismatch
 from everstep_trainer.sdc.state_digests import StateAudit
-from torch import nn, optim
-
-from everstep.vocabulary import AuditLink
 
 
 class Loop:
@@ -53,12 +54,6 @@ def corrupt(tensor: torch.Tensor) -> None:
     tensor.detach().numpy().reshape(-1).view("uint8")[0] ^= 1
 
 
-def test_clean_state_is_not_reported() -> None:
-    loop = Loop()
-    loop.run(6)
-    assert not loop.reported
-
-
 @pytest.mark.parametrize("number", range(18))
 def test_changed_bit_of_any_tensor_is_found(number: int) -> None:
     loop = Loop()
@@ -68,28 +63,18 @@ def test_changed_bit_of_any_tensor_is_found(number: int) -> None:
     corrupt(tensors[number])
     loop.run()
     (found,) = loop.reported
-    assert found.link is AuditLink.STATE
+    assert found.audit is AuditKind.STATE
     assert found.step == 2
     assert found.original != found.digest
     loop.run(3)
     assert len(loop.reported) == 1
 
 
-def test_small_tensor_is_named_with_its_bits() -> None:
-    loop = Loop()
-    loop.run(2)
-    corrupt(loop.model[2].bias)
-    loop.run()
-    (found,) = loop.reported
-    assert found.unit == "model.2.bias in memory"
-    assert "1 of 1 elements differ" in found.difference
-
-
 def test_counted_writes_are_not_reported() -> None:
     loop = Loop()
     loop.run(2)
     with torch.no_grad():
-        loop.model[0].weight.mul_(0.5)
+        loop.model.get_parameter("0.weight").mul_(0.5)
     loop.run(2)
     assert not loop.reported
 
@@ -111,7 +96,7 @@ def test_many_changes_on_one_rank_hint_at_its_memory(
     others: int, is_hint: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """``others``: ranks besides this one that saw changes."""
-    monkeypatch.setattr(state_digests.dist, "all_reduce", lambda ranks: ranks.add_(others))
+    monkeypatch.setattr(dist, "all_reduce", lambda ranks: ranks.add_(others))
     loop = Loop(world_size=4)
     loop.run(2)
     for tensor in loop.tensors():
@@ -138,7 +123,7 @@ def test_buffer_written_past_torch_accuses_no_node(caplog: pytest.LogCaptureFixt
     caplog.set_level(logging.WARNING)
     loop = Loop()
     loop.run(2)
-    corrupt(loop.model[1].running_mean)  # as a program writes statistics by .data on one rank
+    corrupt(loop.model.get_buffer("1.running_mean"))  # as a program writes statistics by .data on one rank
     with torch.no_grad():
         loop.model[1].eval()
     loop.run()

@@ -9,22 +9,22 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-import torch.distributed as dist
-from everstep_trainer.memory_tier.vault_client import VaultClient
-from everstep_trainer.restore.restorer import Restoration
-from everstep_trainer.snapshot import moments as module
-from everstep_trainer.snapshot.moments import MomentComparison
-from everstep_trainer.snapshot.snapshotter import Snapshotter
-from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 
 from everstep.errors import NotRestorable
 from everstep.ids import Version
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.training import JobSpec, RestoreRule
-from tests.support.forked import ForkPool
-from tests.support.generations import JOB, generation
-from tests.support.vaults import vaults
+from everstep_trainer.restore.restorer import Restoration
+from everstep_trainer.slots.vault_client import VaultClient
+from everstep_trainer.snapshot import moments as module
+from everstep_trainer.snapshot.moments import MomentComparison
+from everstep_trainer.snapshot.snapshotter import Snapshotter
+from everstep_trainer.state.tracked_state import TrackedState
+from tests.support.fleet.generations import JOB, generation
+from tests.support.processes.fork_pool import ForkPool
+from tests.support.vaults.vault_process import vaults
 
 WORLD = 2
 JOB_SPEC = JobSpec(job=JOB, nproc_per_node=WORLD)
@@ -33,7 +33,7 @@ SEATS = [("n1", 0), ("n1", 1)]
 
 def found(*ranks: tuple[int, dict[str, str]]) -> list[frozenset[str]]:
     """Return what each rank finds, given the steps and digests of all."""
-    store = dist.HashStore()
+    store = HashStore()
     parts = [
         MomentComparison(store, rank, len(ranks), SYSTEM_CLOCK, threading.Event(), bool, {})
         for rank in range(len(ranks))
@@ -51,7 +51,7 @@ def test_all_ranks_find_the_same_differences() -> None:
 def test_different_steps_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found((1, {"a": "1"}), (2, {"a": "2"})) == [frozenset()] * 2
     monkeypatch.setattr(module, "WAIT_S", 0.01)
-    alone = MomentComparison(dist.HashStore(), 0, 2, SYSTEM_CLOCK, threading.Event(), bool, {})
+    alone = MomentComparison(HashStore(), 0, 2, SYSTEM_CLOCK, threading.Event(), bool, {})
     assert alone.is_due(0)
     assert alone.differing(0, 1, {"a": "1"}) == frozenset()
     assert not alone.is_due(0)
@@ -78,12 +78,13 @@ class Rank:
                 parameter.copy_(value - 0.1)
 
     def momentum(self) -> torch.Tensor:
-        return self.optimizer.state[self.model.weight]["momentum_buffer"]
+        momentum: torch.Tensor = self.optimizer.state[self.model.weight]["momentum_buffer"]
+        return momentum
 
 
 @contextmanager
 def trained(forks: ForkPool, steps: int, *, own: bool) -> Iterator[tuple[VaultClient, list[Rank]]]:
-    spec, store = generation(1, ranks=SEATS, spec=JOB_SPEC), dist.HashStore()
+    spec, store = generation(1, ranks=SEATS, spec=JOB_SPEC), HashStore()
     with vaults(forks) as fleet:
         vault = fleet.start("n1", "--scrub-interval-s", "0")
         fleet.configure()
@@ -112,7 +113,7 @@ def trained(forks: ForkPool, steps: int, *, own: bool) -> Iterator[tuple[VaultCl
 
 def restored(client: VaultClient, number: int, seats: list[tuple[str, int]]) -> list[Rank]:
     spec = generation(number, ranks=seats, restore=RestoreRule(), spec=JobSpec(job=JOB, nproc_per_node=len(seats)))
-    store, ranks = dist.HashStore(), [Rank(number) for number in range(len(seats))]
+    store, ranks = HashStore(), [Rank(number) for number in range(len(seats))]
     restorations = [Restoration(client, spec, member, store) for member in spec.roster]
     with ThreadPoolExecutor(len(seats)) as pool:
         results = [*pool.map(lambda part, rank: part.fill(rank.state), restorations, ranks)]

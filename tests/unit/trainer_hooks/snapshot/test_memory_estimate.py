@@ -1,36 +1,38 @@
-"""What a node will need for a job's checkpoints is summed once the ranks know it, and its lack is told at once."""
+"""The memory that a job's checkpoints need on a node is known early, and a shortage is reported at once."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from everstep_trainer.memory_tier.vault_client import VaultClient
-from everstep_trainer.parallel.replicas import RankContext
-from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import GenerationSession
-from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
-from everstep_trainer.snapshot.snapshotter import Snapshotter
-from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 
 from everstep.errors import OutOfSlotMemory
 from everstep.ids import Version
-from everstep.layout.slots import PAGE_BYTES, segment_bytes
+from everstep.layout.segment_header import PAGE_BYTES, segment_bytes
+from everstep.layout.slots import SegmentView
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.vocabulary import FindingKind, Mode, Severity
 from everstep.wire.v1 import local
 from everstep.wire.v1.training import FindingRaised, VersionSealed
-from tests.support.forked import ForkPool
-from tests.support.generations import generation
-from tests.support.vaults import JOB, RankMemory, Vaults, map_segment, vaults
-from tests.support.waiting import until
+from everstep_trainer.parallel.replicas import RankContext
+from everstep_trainer.run import Run
+from everstep_trainer.session.generation_session import GenerationSession
+from everstep_trainer.slots.vault_client import VaultClient
+from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
+from everstep_trainer.snapshot.snapshotter import Snapshotter
+from everstep_trainer.state.tracked_state import TrackedState
+from tests.support.fleet.generations import generation
+from tests.support.processes.fork_pool import ForkPool
+from tests.support.processes.waiting import until
+from tests.support.vaults.vault_process import JOB, RankMemory, Vaults, map_segment, vaults
 
 STATE = 1 << 20
 
@@ -48,17 +50,19 @@ class Ranks:
         vault = fleet.start("n1", "--scrub-interval-s", "0", "--memory-limit", str(limit))
         self.supervisor = fleet.configure()["n1"]
         self.folder = vault.segment_dir / JOB
-        self._stack, store = ExitStack(), dist.HashStore()
+        self._stack, store = ExitStack(), HashStore()
         spec = generation(1, ranks=[("n1", 0), ("n1", 1)])
         self.models = [nn.Linear(512, STATE // 4 // 512, bias=False) for _ in range(2)]
         self.optimizers = [torch.optim.Adam(model.parameters()) for model in self.models]
-        self.told: list[VersionSealed | FindingRaised] = []
+        self.reports: list[VersionSealed | FindingRaised] = []
         self.snapshotters: list[Snapshotter] = []
         for member, model, adam in zip(spec.roster, self.models, self.optimizers, strict=True):
             client = VaultClient(str(vault.run_dir / "vault.sock"))
             self._stack.callback(client.close)
             state = TrackedState({"model": model} | ({"adam": adam} if optimizer else {}))
-            self.snapshotters.append(Snapshotter(client, state, spec, member, store, self.told.append, options=choices))
+            self.snapshotters.append(
+                Snapshotter(client, state, spec, member, store, self.reports.append, options=choices)
+            )
 
     def planned(self) -> None:
         for snapshots in self.snapshotters:
@@ -95,19 +99,23 @@ def ranks(fleet: Vaults) -> Iterator[Make]:
 
 @pytest.mark.promise("memory-fits")
 def test_node_short_of_memory_reports_the_sum_at_once(ranks: Make, caplog: pytest.LogCaptureFixture) -> None:
-    """Five slots of a megabyte and a bit for each of two ranks, under a limit of eight."""
+    """Five slots of half a megabyte and a bit for each of two ranks, under a limit of four."""
     with caplog.at_level(logging.WARNING):
-        two = ranks(8 * STATE, slots=5)
+        two = ranks(4 * STATE, slots=5)
         two.planned()
-    (said,) = (record.message for record in caplog.records if "5 slots of 2 ranks here" in record.message)
-    assert "n1 has no memory for all checkpoints of job in 5 slots per rank" in said
-    assert f"of the memory limit {8 * STATE} are in use" in said
-    assert "run.track(slots=2)" in said
+    (line,) = (record.message for record in caplog.records if "5 slots of 2 ranks here" in record.message)
+    assert "n1 has no memory for all checkpoints of job in 5 slots per rank" in line
+    assert f"of the memory limit {4 * STATE} are in use" in line
+    assert "run.track(slots=2)" in line
     finding = two.supervisor.finding().finding.finding
     assert (finding.kind, finding.mode, finding.subject) == (FindingKind.MEMORY_LOW, Mode.OBSERVE, "memory/job")
-    assert finding.message in said
+    assert finding.message in line
     two.step(1)
     two.step(2)
+
+
+def has_steps(view: SegmentView, steps: set[int]) -> bool:
+    return {header.version.step for _, header in view.sealed_slots()} == steps
 
 
 @pytest.mark.promise("memory-fits")
@@ -117,12 +125,12 @@ def test_job_short_of_memory_falls_back_to_two_slots(ranks: Make, caplog: pytest
         two = ranks(9 * STATE, optimizer=True)
         for number in range(1, 6):
             two.step(number)
-    (said,) = (record.message for record in caplog.records if "slots per rank" in record.message)
-    assert "checkpoints of job use 2 slots per rank instead of 5" in said
-    assert "n1: job job (5 slots of 2 ranks here: " in said
-    assert f"of the memory limit {9 * STATE} are in use" in said
-    (finding,) = (told.finding for told in two.told if isinstance(told, FindingRaised))
-    assert (finding.kind, finding.subject, finding.message) == (FindingKind.MEMORY_LOW, "slots/job", said)
+    (line,) = (record.message for record in caplog.records if "slots per rank" in record.message)
+    assert "checkpoints of job use 2 slots per rank instead of 5" in line
+    assert "n1: job job (5 slots of 2 ranks here: " in line
+    assert f"of the memory limit {9 * STATE} are in use" in line
+    (finding,) = (report.finding for report in two.reports if isinstance(report, FindingRaised))
+    assert (finding.kind, finding.subject, finding.message) == (FindingKind.MEMORY_LOW, "slots/job", line)
     assert two.supervisor.findings == [], "it is an answer, and no lack"
     assert [snapshots.interval_at(5) for snapshots in two.snapshotters] == [0, 0]
     for snapshots in two.snapshotters:
@@ -131,9 +139,7 @@ def test_job_short_of_memory_falls_back_to_two_slots(ranks: Make, caplog: pytest
     two.step(7)
     views = [map_segment(two.folder / f"own-{number}") for number in range(2)]
     for view in views:
-        until(
-            lambda view=view: {h.version.step for _, h in view.sealed_slots()} == {1, 7}, "what is announced is stored"
-        )  # type: ignore[misc]
+        until(partial(has_steps, view, {1, 7}), "the announced versions are stored")
     assert [view.slots for view in views] == [2, 2]
     assert sum(path.stat().st_size for path in two.folder.glob("own-*")) < 9 * STATE
 
@@ -143,8 +149,8 @@ def test_job_without_room_for_two_slots_reports_no_commits(ranks: Make, caplog: 
         two = ranks(STATE)
         for number in range(1, 4):
             two.step(number)
-        until(lambda: two.told, "the job has been told of")
-    (finding,) = (told.finding for told in two.told if isinstance(told, FindingRaised))
+        until(lambda: two.reports, "the finding is reported")
+    (finding,) = (report.finding for report in two.reports if isinstance(report, FindingRaised))
     assert (finding.kind, finding.severity, finding.subject) == (
         FindingKind.MEMORY_LOW,
         Severity.WARNING,
@@ -154,22 +160,6 @@ def test_job_without_room_for_two_slots_reports_no_commits(ranks: Make, caplog: 
     assert "nothing is committed until there is memory" in finding.message
     assert f"0 of the memory limit {STATE} are in use, {STATE} are free" in finding.message
     assert finding.message in [record.message for record in caplog.records]
-
-
-def test_node_with_enough_memory_reports_nothing(ranks: Make, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        two = ranks(12 * STATE, require_checkpoints=True)
-        for snapshots in two.snapshotters:
-            snapshots.first_plan.wait()
-    assert caplog.records == []
-    assert two.supervisor.findings == []
-
-
-def test_required_checkpoints_fail_before_the_first_step(ranks: Make) -> None:
-    two = ranks(STATE, require_checkpoints=True)
-    for snapshots in two.snapshotters:
-        with pytest.raises(OutOfSlotMemory, match=r"n1: job job \(2 slots of 2 ranks here"):
-            snapshots.first_plan.wait()
 
 
 @pytest.mark.promise("memory-fits")
@@ -195,7 +185,7 @@ def test_track_stops_a_script_requiring_checkpoints(fleet: Vaults) -> None:
     )
     keeper = GenerationSession(
         SimpleNamespace(  # type: ignore[arg-type]
-            spec=spec, member=spec.roster[0], store=dist.HashStore(), device=torch.device("cpu")
+            spec=spec, member=spec.roster[0], store=HashStore(), device=torch.device("cpu")
         ),
         directives=nothing,  # type: ignore[arg-type]
         progress=nothing,  # type: ignore[arg-type]
@@ -215,8 +205,8 @@ def test_track_stops_a_script_requiring_checkpoints(fleet: Vaults) -> None:
 
 
 def test_existing_slots_are_not_needed_again_and_copies_count(fleet: Vaults) -> None:
-    one = segment_bytes(5, STATE)
-    vault = fleet.start("n1", "--scrub-interval-s", "0", "--memory-limit", str(3 * one))
+    size = segment_bytes(5, STATE)
+    vault = fleet.start("n1", "--scrub-interval-s", "0", "--memory-limit", str(3 * size))
     client = fleet.configure()["n1"]
     RankMemory(client, rank=0, slot_bytes=STATE)
 
@@ -233,10 +223,10 @@ def test_existing_slots_are_not_needed_again_and_copies_count(fleet: Vaults) -> 
     assert isinstance(refused, local.RequestFailed)
     assert refused.code == OutOfSlotMemory.code
     copies = (
-        f"copies of 2 ranks of other nodes: {2 * one} bytes, {2 * (STATE + PAGE_BYTES)} of these for "
+        f"copies of 2 ranks of other nodes: {2 * size} bytes, {2 * (STATE + PAGE_BYTES)} of these for "
         "versions kept for storage, parity or audits"
     )
-    assert f"slots of 2 ranks here: {2 * one} bytes, {copies}" in refused.message
-    assert f"needs {3 * one} bytes; {one} of the memory limit {3 * one} are in use" in refused.message
+    assert f"slots of 2 ranks here: {2 * size} bytes, {copies}" in refused.message
+    assert f"needs {3 * size} bytes; {size} of the memory limit {3 * size} are in use" in refused.message
     assert refused.message == client.finding().finding.finding.message
     assert not (vault.segment_dir / JOB / "own-1").exists()

@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import nullcontext as _nothing
 
 import pytest
+
+from everstep.errors import OutOfSlotMemory
 from everstep_trainer.snapshot.slot_negotiation import (
     CANDIDATES_ONLY,
     EVERY_STEP,
@@ -13,9 +15,7 @@ from everstep_trainer.snapshot.slot_negotiation import (
     SlotProvision,
     SnapshotOptions,
 )
-
-from everstep.errors import OutOfSlotMemory
-from tests.support.generations import generation
+from tests.support.fleet.generations import generation
 
 SPARE, EXACT = EVERY_STEP
 SPEC = generation(1, ranks=[("n1", 0), ("n2", 0), ("n3", 0)])
@@ -86,10 +86,3 @@ def test_a_node_without_room_for_any_is_named_to_all(choices: SnapshotOptions, t
     agreed = agree(choices, best, None, SPARE)
     assert {(each.provision, each.short_node) for each in agreed} == {(taken, "n2")}
     assert f"n2: {taken.slots} slots are too many" in agreed[0].reason
-
-
-def test_only_the_last_choice_may_take_all_remaining_memory() -> None:
-    node = Node(0, {}, CANDIDATES_ONLY, SnapshotOptions())
-    with pytest.raises(KeyError):
-        node.quartermaster.agree("start", node.ask)
-    assert node.asked == [(SPARE, True), (EXACT, True), (CANDIDATES_ONLY, False)]

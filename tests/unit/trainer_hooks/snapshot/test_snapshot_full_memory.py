@@ -6,15 +6,15 @@ import logging
 
 import pytest
 import torch
-from everstep_trainer.memory_tier.vault_client import VaultClient
 from torch import nn
 
 from everstep.ids import Version
 from everstep.wire.v1.training import RestoreRule
-from tests.support.forked import ForkPool
-from tests.support.lone_rank import LoneRank
-from tests.support.vaults import vaults
-from tests.support.waiting import until
+from everstep_trainer.slots.vault_client import VaultClient
+from tests.support.processes.fork_pool import ForkPool
+from tests.support.processes.waiting import until
+from tests.support.ranks.lone_rank import LoneRank
+from tests.support.vaults.vault_process import vaults
 
 ROOM_BYTES = 1 << 20
 """For five slots of the model as it is, and not of one with a larger layer beside it."""

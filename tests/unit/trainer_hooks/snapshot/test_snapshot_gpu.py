@@ -9,23 +9,24 @@ from threading import Event
 
 import pytest
 import torch
-import torch.distributed as dist
-from everstep_trainer.memory_tier.vault_client import MappedSegment, VaultClient
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+
+from everstep.ids import Version
+from everstep.layout.segment_header import segment_bytes
+from everstep.layout.slots import format_segment
+from everstep.system_clock import SYSTEM_CLOCK
+from everstep.wire.v1.training import RestoreRule
+from everstep_trainer.digests.digest import WeightedDigest
 from everstep_trainer.restore.restorer import Restoration
-from everstep_trainer.sdc.digests.digest import WeightedDigest
+from everstep_trainer.slots.vault_client import MappedSegment, VaultClient
 from everstep_trainer.snapshot.pace import StepStopwatch
 from everstep_trainer.snapshot.planner import page_lock
 from everstep_trainer.snapshot.snapshotter import Snapshotter
 from everstep_trainer.state.python_state import decode
 from everstep_trainer.state.tracked_state import TrackedState
-from torch import nn
-
-from everstep.ids import Version
-from everstep.layout.slots import format_segment, segment_bytes
-from everstep.system_clock import SYSTEM_CLOCK
-from everstep.wire.v1.training import RestoreRule
-from tests.support.generations import generation
-from tests.support.vaults import vaults
+from tests.support.fleet.generations import generation
+from tests.support.vaults.vault_process import vaults
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,7 +44,7 @@ def test_gpu_snapshot_restores_its_step_bit_identically() -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         spec = generation(1)
         objects = {"model": model, "optimizer": optimizer}
-        snapshots = Snapshotter(client, TrackedState(objects), spec, spec.roster[0], dist.HashStore(), lambda _: None)
+        snapshots = Snapshotter(client, TrackedState(objects), spec, spec.roster[0], HashStore(), lambda _: None)
         try:
             for step in range(1, 6):
                 model(torch.randn(64, 1024, device="cuda")).square().mean().backward()
@@ -59,7 +60,7 @@ def test_gpu_snapshot_restores_its_step_bit_identically() -> None:
                     parameter.zero_()
             snapshots.close(finish=True)
             again = generation(2, restore=RestoreRule())
-            result = Restoration(client, again, again.roster[0], dist.HashStore()).fill(TrackedState(objects))
+            result = Restoration(client, again, again.roster[0], HashStore()).fill(TrackedState(objects))
         finally:
             client.close()
         assert result.version == Version(1, 5)
@@ -76,7 +77,7 @@ def test_snapshot_on_two_gpus_is_of_its_step_on_both() -> None:
         model = nn.ModuleList([nn.Linear(2048, 2048).to(f"cuda:{index}") for index in range(2)])
         spec = generation(1)
         state = TrackedState({"model": model})
-        snapshots = Snapshotter(client, state, spec, spec.roster[0], dist.HashStore(), lambda _: None)
+        snapshots = Snapshotter(client, state, spec, spec.roster[0], HashStore(), lambda _: None)
         try:
             for step in range(1, 6):
                 snapshots.wait()
@@ -93,7 +94,7 @@ def test_snapshot_on_two_gpus_is_of_its_step_on_both() -> None:
                     parameter.zero_()
             snapshots.close(finish=True)
             again = generation(2, restore=RestoreRule())
-            result = Restoration(client, again, again.roster[0], dist.HashStore()).fill(state)
+            result = Restoration(client, again, again.roster[0], HashStore()).fill(state)
         finally:
             client.close()
         assert result.version == Version(1, 5)
@@ -125,8 +126,8 @@ def test_gradient_scaler_is_stored_without_gpu_sync() -> None:
 
 def test_snapshot_delay_is_measured_in_stream_time() -> None:
     """Between events: a wait of the thread counts where the GPU has nothing to do meanwhile, else it does not."""
-    told: list[tuple[float, float | None]] = []
-    watch, gpus = StepStopwatch(lambda *step: told.append(step), SYSTEM_CLOCK), [torch.device("cuda", 0)]
+    steps: list[tuple[float, float | None]] = []
+    watch, gpus = StepStopwatch(lambda *step: steps.append(step), SYSTEM_CLOCK), [torch.device("cuda", 0)]
     for idle in (False, True, False):
         watch.end_step(gpus)
         torch.cuda._sleep(1_000_000_000)  # cycles: half a second or more
@@ -137,7 +138,7 @@ def test_snapshot_delay_is_measured_in_stream_time() -> None:
     watch.end_step(gpus)
     torch.cuda.synchronize()
     watch.end_step(gpus)
-    (step_s, under), (_, alone) = told[:2]
+    (step_s, under), (_, alone) = steps[:2]
     assert step_s > 0.1
     assert under is not None
     assert alone is not None

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from everstep_trainer.memory_tier.vault_client import MappedSegment
-from everstep_trainer.snapshot.planner import page_lock
 
-from everstep.layout.slots import PAGE_BYTES, format_segment, segment_bytes
+from everstep.layout.segment_header import PAGE_BYTES, segment_bytes
+from everstep.layout.slots import format_segment
+from everstep_trainer.slots.vault_client import MappedSegment
+from everstep_trainer.snapshot.planner import page_lock
 
 pytestmark = pytest.mark.slow
 
@@ -63,19 +64,6 @@ def test_segment_is_registered_once_and_unregistered_when_freed(runtime: Runtime
     assert runtime.registered == {}, "a view of the mapping does not keep it registered"
     assert payload.numel() == segment_bytes(2, PAGE_BYTES)
     assert runtime.refused == []
-
-
-def test_replacement_segment_is_registered_separately(runtime: Runtime, tmp_path: Path) -> None:
-    old, new = segment_at(tmp_path / "old"), segment_at(tmp_path / "new")
-    page_lock(old)
-    page_lock(new)
-    assert len(runtime.registered) == 2
-    del old
-    gc.collect()
-    assert len(runtime.registered) == 1
-    del new
-    gc.collect()
-    assert (runtime.registered, runtime.refused) == ({}, [])
 
 
 def test_lock_failure_is_raised_and_nothing_is_unregistered(runtime: Runtime, tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Iterator
@@ -11,27 +10,27 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from everstep_trainer.memory_tier.vault_client import VaultClient
-from everstep_trainer.restore.restorer import Restoration
-from everstep_trainer.snapshot import exchange, planner, snapshotter
-from everstep_trainer.snapshot.exchange import LayoutExchange, LayoutRound, RoundSuperseded
-from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
-from everstep_trainer.snapshot.snapshotter import Snapshotter
-from everstep_trainer.state.layout import Layout, TensorPart
-from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 
-from everstep.clock import ManualClock
 from everstep.errors import Unavailable
 from everstep.ids import Version
 from everstep.layout.manifests import Box
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.vocabulary import FindingKind, Severity
 from everstep.wire.v1.training import FindingRaised, RestoreRule
-from tests.support.forked import ForkPool
-from tests.support.generations import JOB, generation
-from tests.support.vaults import Vaults, map_segment, vaults
+from everstep_trainer.restore.restorer import Restoration
+from everstep_trainer.slots import layout_exchange
+from everstep_trainer.slots.layout_exchange import LayoutExchange, LayoutRound, RoundSuperseded
+from everstep_trainer.slots.vault_client import VaultClient
+from everstep_trainer.snapshot import planner, snapshotter
+from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
+from everstep_trainer.snapshot.snapshotter import Snapshotter
+from everstep_trainer.state.layout import Layout, TensorPart
+from everstep_trainer.state.tracked_state import TrackedState
+from tests.support.fleet.generations import JOB, generation
+from tests.support.processes.fork_pool import ForkPool
+from tests.support.vaults.vault_process import Vaults, map_segment, vaults
 
 WORLD = (("n1", 0), ("n1", 1))
 DEADLINE_S = 60.0
@@ -73,7 +72,7 @@ class Pair:
 
     def train(self) -> None:
         """Until both have stored a step after the last change."""
-        spec, store = generation(1, ranks=WORLD), dist.HashStore()
+        spec, store = generation(1, ranks=WORLD), HashStore()
 
         def run(number: int) -> None:
             state, member = TrackedState(self.objects[number]), spec.roster[number]
@@ -108,7 +107,7 @@ class Pair:
         return set.intersection(*(_sealed(path) if path.exists() else set() for path in paths))
 
     def restore(self) -> list[tuple[Version | None, dict[str, Any]]]:
-        spec, store = generation(2, ranks=WORLD, restore=RestoreRule()), dist.HashStore()
+        spec, store = generation(2, ranks=WORLD, restore=RestoreRule()), HashStore()
         found: dict[int, tuple[Version | None, dict[str, Any]]] = {}
 
         def run(number: int) -> None:
@@ -137,7 +136,7 @@ def _sealed(path: Path) -> set[Version]:
 
 @pytest.fixture
 def fleet(program_forks: ForkPool, monkeypatch: pytest.MonkeyPatch) -> Iterator[Vaults]:
-    monkeypatch.setattr(exchange, "ROUND_CHECK_S", 0.05)
+    monkeypatch.setattr(layout_exchange, "ROUND_CHECK_S", 0.05)
     monkeypatch.setattr(snapshotter, "ROUND_CHECK_S", 0.05)
     with vaults(program_forks) as made:
         yield made
@@ -170,9 +169,6 @@ def test_ranks_with_different_change_steps_store_whole_versions(
         pair.close()
 
 
-# --- the exchange alone
-
-
 def layout(size: int) -> Layout:
     return Layout((TensorPart("t", "float32", 4, (size,), Box((0,), (size,))),))
 
@@ -182,7 +178,7 @@ class Ranks:
 
     def __init__(self, world: int) -> None:
         self.asked = 0
-        self.store = dist.HashStore()
+        self.store = HashStore()
         self.stop = threading.Event()
         self.each = [LayoutExchange(self, rank, world, SYSTEM_CLOCK, self.stop) for rank in range(world)]  # type: ignore[arg-type]
 
@@ -196,101 +192,60 @@ class Ranks:
     def multi_get(self, keys: list[str]) -> list[bytes]:
         return self.store.multi_get(keys)
 
-    def tell(self, *said: tuple[Layout, int]) -> list[LayoutRound]:
-        """All at once, until all have one."""
+    def exchange(self, *layouts: tuple[Layout, int]) -> list[LayoutRound]:
+        """Pass the ranks' layouts at once, and return the round of each rank."""
         made: dict[int, LayoutRound] = {}
 
         def run(rank: int) -> None:
             while rank not in made:
                 try:
-                    made[rank] = self.each[rank].layouts(*said[rank], DEADLINE_S)
+                    made[rank] = self.each[rank].layouts(*layouts[rank], DEADLINE_S)
                 except RoundSuperseded:
                     continue
 
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(said))]
+        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(len(layouts))]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        return [made[rank] for rank in range(len(said))]
+        return [made[rank] for rank in range(len(layouts))]
 
 
 @pytest.mark.promise("changing-layout")
 def test_round_starts_at_the_last_step_of_any_rank() -> None:
-    ranks, one = Ranks(3), layout(1)
-    rounds = ranks.tell((one, 0), (one, 4), (layout(2), 3))
+    ranks, first = Ranks(3), layout(1)
+    rounds = ranks.exchange((first, 0), (first, 4), (layout(2), 3))
     assert {(each.number, each.since_step) for each in rounds} == {(0, 4)}
     assert [each.parts[0].shape for each in rounds[0].layouts] == [(1,), (1,), (2,)]
     assert rounds[0].layouts[0] is rounds[0].layouts[1]
 
 
 def test_unchanged_rank_joins_a_round_opened_by_another() -> None:
-    ranks, one, two = Ranks(2), layout(1), layout(2)
-    ranks.tell((one, 0), (one, 0))
+    ranks, first, second = Ranks(2), layout(1), layout(2)
+    ranks.exchange((first, 0), (first, 0))
     with pytest.raises(Unavailable):
-        ranks.each[1].layouts(two, 7, 0.01)
-    rounds = ranks.tell((one, 9), (two, 8))
+        ranks.each[1].layouts(second, 7, 0.01)
+    rounds = ranks.exchange((first, 9), (second, 8))
     assert {(each.number, each.since_step) for each in rounds} == {(1, 9)}
     assert [each.parts[0].shape for each in rounds[1].layouts] == [(1,), (2,)]
-
-
-def test_waiting_rank_joins_the_next_round_of_the_others() -> None:
-    ranks, one, two, three = Ranks(2), layout(1), layout(2), layout(3)
-    ranks.tell((one, 0), (one, 0))
-    with pytest.raises(Unavailable):
-        ranks.each[0].layouts(two, 5, 0.01)
-    with pytest.raises(Unavailable):  # what it told for the round before would not be believed any more
-        ranks.each[0].layouts(three, 6, 0.01)
-    rounds = ranks.tell((three, 7), (one, 8))
-    assert {(each.number, each.since_step) for each in rounds} == {(2, 8)}
-    assert [each.parts[0].shape for each in rounds[1].layouts] == [(3,), (1,)]
-
-
-def test_layout_published_in_a_round_is_final() -> None:
-    ranks, one = Ranks(2), layout(1)
-    with pytest.raises(Unavailable):
-        ranks.each[0].layouts(one, 3, 0.01)
-    rounds = ranks.tell((one, 8), (one, 1))
-    assert {(each.number, each.since_step) for each in rounds} == {(0, 3)}
 
 
 def test_store_is_polled_rarely_and_not_during_commits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(exchange, "ROUND_CHECK_S", 3600.0)
-    ranks, one, two = Ranks(2), layout(1), layout(2)
-    ranks.tell((one, 0), (one, 0))
+    monkeypatch.setattr(layout_exchange, "ROUND_CHECK_S", 3600.0)
+    ranks, first, second = Ranks(2), layout(1), layout(2)
+    ranks.exchange((first, 0), (first, 0))
     before = ranks.asked
     assert not any(ranks.each[0].is_superseded() for _ in range(100))
     assert ranks.asked == before, "the round has just come about"
-    monkeypatch.setattr(exchange, "ROUND_CHECK_S", 0.0)
+    monkeypatch.setattr(layout_exchange, "ROUND_CHECK_S", 0.0)
     ranks.each[0].handle_commit()
     assert not ranks.each[0].is_superseded()
     assert ranks.asked == before + 1
     with pytest.raises(Unavailable):
-        ranks.each[1].layouts(two, 5, 0.01)
+        ranks.each[1].layouts(second, 5, 0.01)
     assert ranks.each[0].is_superseded()
-
-
-# --- what is told of it
-
-
-def test_store_polling_slows_down_after_a_new_round() -> None:
-    ranks, clock = Ranks(2), ManualClock()
-    began_at = clock.monotonic()
-    first = LayoutExchange(ranks, 0, 2, clock, ranks.stop)  # type: ignore[arg-type]
-    ranks.each[0] = first
-    ranks.tell((layout(1), 1), (layout(1), 1))
-    ranks.tell((layout(2), 2), (layout(2), 2))
-    asked_at = []
-    for _ in range(1000):
-        clock.advance(0.01)
-        before = ranks.asked
-        assert not first.is_superseded()
-        if ranks.asked > before:
-            asked_at.append(clock.monotonic())
-    pauses = [later - sooner for sooner, later in itertools.pairwise([began_at, *asked_at])]
-    assert pauses[:7] == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6, 3.0, 3.0], abs=0.015)
 
 
 @pytest.mark.promise("changing-layout")
@@ -302,15 +257,15 @@ def test_planning_failure_is_reported_once_by_the_first_rank(fleet: Vaults, monk
     vault = fleet.start("n1")
     fleet.configure()
     client = VaultClient(str(vault.run_dir / "vault.sock"))
-    heard: list[Any] = []
+    reports: list[Any] = []
     try:
         model, spec = nn.Linear(4, 4), generation(1, ranks=[*WORLD, ("n1", 2)])
-        state, store = TrackedState({"model": model}), dist.HashStore()
+        state, store = TrackedState({"model": model}), HashStore()
         snapshots = Snapshotter(
-            client, state, spec, spec.roster[1], store, heard.append, options=SnapshotOptions(overlap=True)
+            client, state, spec, spec.roster[1], store, reports.append, options=SnapshotOptions(overlap=True)
         )
         step, end = 0, time.perf_counter() + DEADLINE_S
-        while not heard and time.perf_counter() < end:
+        while not reports and time.perf_counter() < end:
             step += 1
             snapshots.begin(step)
             snapshots.wait()
@@ -320,7 +275,7 @@ def test_planning_failure_is_reported_once_by_the_first_rank(fleet: Vaults, monk
         snapshots.close(finish=True)
     finally:
         client.close()
-    (raised,) = heard
+    (raised,) = reports
     assert isinstance(raised, FindingRaised)
     finding = raised.finding
     assert (finding.kind, finding.severity, finding.subject) == (

@@ -5,49 +5,34 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+
+from everstep.errors import NotRestorable
+from everstep.ids import Version
+from everstep.layout.slot_header import SlotState
+from everstep.vocabulary import FindingKind
+from everstep.wire.v1.training import FindingRaised, JobSpec, RestoreRule, VersionSealed
+from everstep_trainer.slots.copy import SnapshotSources
 from everstep_trainer.snapshot import snapshotter as module
 from everstep_trainer.snapshot.job import SnapshotPhase
 from everstep_trainer.snapshot.slot_negotiation import SnapshotOptions
 from everstep_trainer.snapshot.snapshotter import Snapshotter
 from everstep_trainer.state.tracked_state import TrackedState
-from torch import nn
-
-from everstep.errors import NotRestorable
-from everstep.ids import Version
-from everstep.layout.slots import SlotState
-from everstep.vocabulary import FindingKind
-from everstep.wire.v1.training import FindingRaised, JobSpec, RestoreRule, VersionSealed
-from tests.support.forked import ForkPool
-from tests.support.generations import JOB, generation
-from tests.support.lone_rank import LoneRank, lone_rank
-from tests.support.waiting import until
+from tests.support.fleet.generations import JOB, generation
+from tests.support.processes.fork_pool import ForkPool
+from tests.support.processes.waiting import until
+from tests.support.ranks.lone_rank import LoneRank, lone_rank
 
 
 @pytest.fixture
 def rank(program_forks: ForkPool) -> Iterator[LoneRank]:
     with lone_rank(program_forks) as made:
         yield made
-
-
-def test_snapshot_holds_the_step_at_its_beginning(rank: LoneRank) -> None:
-    rank.steps(1, 3)
-    result = rank.restore(2, RestoreRule())
-    assert (result.version, result.step) == (Version(1, 3), 3)
-    assert rank.model.weight.unique().tolist() == [3.0]
-    assert rank.counter.text == "step 3"
-    assert result.bytes_by_source["own"] == (64 * 64 + 64) * 4
-
-
-def test_first_version_of_a_single_node_is_kept_and_safe(rank: LoneRank) -> None:
-    reports: list[VersionSealed] = []
-    rank.steps(1, 3, hear=reports.append)
-    assert [(r.version, r.durable, r.commit_candidate, r.rank) for r in reports] == [(Version(1, 1), True, True, 0)]
-    rank.steps(2, 4, hear=reports.append, restored=Version(1, 3), first=4)
-    assert reports[-1].version == Version(2, 4)
 
 
 @pytest.mark.promise("committed-stays", "training-independent")
@@ -93,6 +78,21 @@ def test_audited_version_stays_and_is_restored(rank: LoneRank) -> None:
         rank.step(again, step)
     again.close(finish=True)
     assert audited in rank.sealed(), "for the next conviction"
+
+
+def test_small_snapshot_is_sealed_before_the_update(rank: LoneRank, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copier is not woken when the snapshot is copied, but when training has come to its update."""
+    monkeypatch.setattr("everstep_trainer.snapshot.snapshotter.COPIER_POLL_S", 3600.0)
+    snapshots = rank.snapshotter(1, job=JobSpec(job=JOB, digest_interval=0))
+
+    def is_sealed(step: int) -> bool:
+        return Version(1, step) in rank.sealed()
+
+    for step in (1, 2, 3):
+        rank.step(snapshots, step)
+        snapshots.wait()
+        until(partial(is_sealed, step), f"step {step} is sealed")
+    snapshots.close(finish=True)
 
 
 def test_two_slots_keep_only_committed_and_candidate(rank: LoneRank) -> None:
@@ -145,21 +145,23 @@ def test_snapshot_interval_stores_every_nth_and_candidates(rank: LoneRank) -> No
             snapshots.update_versions(Version(1, 1), 10)
         rank.step(snapshots, step)
     assert snapshots.interval_at(14) == 4
-    snapshots.close(finish=True)
+    snapshots.close(finish=True, rescue_wait_s=None)
     assert {v.step for v in rank.sealed()} == {1, 4, 8, 10, 12}
     assert rank.restore(2, RestoreRule(floor=Version(1, 1))).version == Version(1, 12)
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("wrong", "message"),
     [
         ({"interval": 0}, "take 1"),
         ({"slots": 3}, "take 5"),
         ({"slots": 2, "interval": 2}, "leave out snapshot_every=2"),
+        ({"budget": 0.0}, "snapshot_budget=0.0: take a share"),
+        ({"budget": 1.0}, "snapshot_budget=1.0: take a share"),
     ],
 )
-def test_invalid_choices_are_refused_with_advice(wrong: dict[str, int], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+def test_invalid_choices_are_refused_with_advice(wrong: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         SnapshotOptions(**wrong)  # type: ignore[arg-type]
 
 
@@ -189,15 +191,6 @@ def test_earlier_commit_is_kept_until_the_next_commit(rank: LoneRank) -> None:
         rank.step(snapshots, step)
     snapshots.close(finish=True)
     assert rank.sealed() >= {Version(1, 4), Version(2, 13), Version(2, 15), Version(2, 16)}
-
-
-def test_versions_discarded_by_a_rollback_do_not_count(rank: LoneRank) -> None:
-    rank.steps(1, 4)
-    rule = RestoreRule(floor=Version(1, 1), ceiling=Version(1, 2))
-    snapshots = rank.snapshotter(2, restored=Version(1, 2), rule=rule)
-    rank.step(snapshots, 3)
-    snapshots.close(finish=True)
-    assert {Version(1, 1), Version(1, 2), Version(2, 3)} <= rank.sealed()
 
 
 @pytest.mark.promise("restored-is-whole")
@@ -232,57 +225,17 @@ def test_damaged_committed_version_is_not_replaced_by_older(rank: LoneRank) -> N
         rank.restore(2, RestoreRule(floor=Version(1, 3)))
 
 
-def test_vault_restart_costs_no_snapshot(rank: LoneRank) -> None:
-    vault = rank.fleet.all[0]
-    reports: list[VersionSealed] = []
-    snapshots = rank.snapshotter(1, reports.append)
-    rank.step(snapshots, 1)
-    until(lambda: reports, "the first report")
-    vault.kill()
-    for step in range(2, 5):
-        rank.step(snapshots, step)
-    snapshots.wait()
-    vault.start()
-    rank.fleet.configure()
-    snapshots.update_versions(None, 5)
-    rank.step(snapshots, 5)
-    until(lambda: any(r.version == Version(1, 5) and r.durable for r in reports), "a report after the restart")
-    snapshots.close(finish=True)
-    assert rank.restore(2, RestoreRule()).version == Version(1, 5)
-
-
-def test_python_state_outgrowing_its_place_gets_more_room(rank: LoneRank) -> None:
-    snapshots = rank.snapshotter(1)
-    rank.step(snapshots, 1)
-    snapshots.wait()
-    rank.counter.text = "x" * 300_000
-    snapshots.begin(2)
-    snapshots.close(finish=True)
-    assert rank.restore(2, RestoreRule()).version == Version(1, 2)
-    assert rank.counter.text == "x" * 300_000
-
-
-def test_tensors_added_later_are_planned_again(rank: LoneRank) -> None:
-    snapshots = rank.snapshotter(1)
-    rank.step(snapshots, 1)
-    rank.model.register_parameter("late", nn.Parameter(torch.full((5,), 7.0)))
-    rank.step(snapshots, 2)
-    snapshots.close(finish=True)
-    manifest = rank.view().manifest(rank.slot_of(Version(1, 2)))
-    assert b"model.late" in manifest
-
-
 def test_unfinished_generation_leaves_its_copy_unsealed(rank: LoneRank, monkeypatch: pytest.MonkeyPatch) -> None:
     """The live state may already be changing, so what was copied of it is not to be believed."""
     entered, go_on = threading.Event(), threading.Event()
-    copy = module.SnapshotSources.copy
+    copy = SnapshotSources.copy
 
     def slow_copy(*arguments: object, **more: object) -> object:
         entered.set()
         go_on.wait(60)
         return copy(*arguments, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(module.SnapshotSources, "copy", slow_copy)
+    monkeypatch.setattr(SnapshotSources, "copy", slow_copy)
     snapshots = rank.snapshotter(1, options=SnapshotOptions(overlap=True))
     rank.step(snapshots, 1)
     assert entered.wait(60)
@@ -299,13 +252,13 @@ def test_small_share_is_copied_inline_and_large_in_a_thread(
     rank: LoneRank, monkeypatch: pytest.MonkeyPatch, rows: int
 ) -> None:
     threads: list[threading.Thread] = []
-    copy = module.SnapshotSources.copy
+    copy = SnapshotSources.copy
 
     def noted_copy(*arguments: object, **more: object) -> object:
         threads.append(threading.current_thread())
         return copy(*arguments, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(module.SnapshotSources, "copy", noted_copy)
+    monkeypatch.setattr(SnapshotSources, "copy", noted_copy)
     snapshots = rank.snapshotter(1)
     rank.model.weight = nn.Parameter(torch.zeros(rows, 64))
     for step in (1, 2, 3):
@@ -318,37 +271,19 @@ def test_small_share_is_copied_inline_and_large_in_a_thread(
     assert (threading.current_thread() in threads[1:]) == (rows == 64), "the first one may be planned yet"
 
 
-def test_interrupted_inline_copy_is_not_waited_for(rank: LoneRank, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Ended(BaseException):
-        """As the guard raises it into the training thread."""
-
-    def interrupted(*_: object, **__: object) -> object:
-        raise Ended
-
-    snapshots = rank.snapshotter(1)
-    rank.step(snapshots, 1)
-    snapshots.wait()
-    monkeypatch.setattr(module.SnapshotSources, "copy", interrupted)
-    with pytest.raises(Ended):
-        rank.step(snapshots, 2)
-    snapshots.wait()
-    snapshots.close(finish=False)
-    assert rank.sealed() == {Version(1, 1)}
-
-
 @pytest.mark.parametrize("overlap", [None, True])
 def test_exclusive_state_is_copied_before_the_next_step(
     rank: LoneRank, monkeypatch: pytest.MonkeyPatch, overlap: bool | None
 ) -> None:
     go_on = threading.Event()
-    copy = module.SnapshotSources.copy
+    copy = SnapshotSources.copy
 
-    def slow_copy(self: module.Sources, *arguments: object, **more: object) -> object:
+    def slow_copy(self: SnapshotSources, *arguments: object, **more: object) -> object:
         go_on.wait(60)
         return copy(self, *arguments, **more)  # type: ignore[arg-type]
 
     spec = generation(1, ranks=[("n1", 0), ("n1", 1)], spec=JobSpec(job=JOB, nproc_per_node=2))
-    store, choices = dist.HashStore(), SnapshotOptions(overlap=overlap)
+    store, choices = HashStore(), SnapshotOptions(overlap=overlap)
     stages = [TrackedState({"model": nn.ModuleDict({f"stage{number}": nn.Linear(8, 8)})}) for number in (0, 1)]
     first, second = (
         Snapshotter(rank.client, stage, spec, member, store, lambda _: None, options=choices)
@@ -358,7 +293,7 @@ def test_exclusive_state_is_copied_before_the_next_step(
         snapshots.begin(1)
     for snapshots in (first, second):
         snapshots.wait()
-    monkeypatch.setattr(module.SnapshotSources, "copy", slow_copy)
+    monkeypatch.setattr(SnapshotSources, "copy", slow_copy)
     begun = threading.Thread(target=first.begin, args=(2,))
     begun.start()
     if overlap:
@@ -382,47 +317,10 @@ def test_rank_missing_from_the_plan_does_not_stop_training(
     monkeypatch.setattr(module, "PLAN_WAIT_S", 0.05)
     spec = generation(1, ranks=[("n1", 0), ("n2", 0)], spec=JobSpec(job=JOB, max_nodes=2))
     state = TrackedState(rank.objects())
-    snapshots = Snapshotter(rank.client, state, spec, spec.roster[0], dist.HashStore(), lambda _: None)
+    snapshots = Snapshotter(rank.client, state, spec, spec.roster[0], HashStore(), lambda _: None)
     with caplog.at_level(logging.WARNING):
         for step in range(1, 4):
             rank.step(snapshots, step)
         snapshots.wait()
     snapshots.close(finish=True)
     assert "no snapshot of step 1: it could not be planned in time" in caplog.text
-
-
-@pytest.mark.parametrize("over", [False, True])
-def test_store_error_at_the_generation_end_is_not_logged(
-    rank: LoneRank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, over: bool
-) -> None:
-    tried = threading.Event()
-
-    def cut(*_: object) -> None:
-        tried.set()
-        raise dist.DistNetworkError("Broken pipe")
-
-    monkeypatch.setattr(module.Snapshotter, "_snapshot", cut)
-    spec = generation(1)
-    store, state = dist.HashStore(), TrackedState(rank.objects())
-    with caplog.at_level(logging.WARNING):
-        snapshots = Snapshotter(rank.client, state, spec, spec.roster[0], store, lambda _: None, is_over=lambda: over)
-        rank.step(snapshots, 1)
-        snapshots.begin(2)  # returns once the first one has been tried
-        assert tried.wait(60)
-        told = "cannot snapshot step 1; training continues: Broken pipe" in caplog.text
-        snapshots.close(finish=True)
-    assert told is not over
-
-
-def test_unstorable_state_is_refused_at_once(rank: LoneRank) -> None:
-    snapshots = rank.snapshotter(1)
-    rank.counter.text = print  # type: ignore[assignment]
-    with pytest.raises(TypeError, match=r"\['counter'\]\['text'\] is a builtins\."):
-        snapshots.begin(1)
-    snapshots.close(finish=True)
-
-
-def test_restore_from_an_empty_vault_does_not_wait(rank: LoneRank) -> None:
-    result = rank.restore(1, RestoreRule())
-    assert result.version is None
-    assert "from scratch" in result.sentence

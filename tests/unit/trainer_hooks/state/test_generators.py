@@ -10,23 +10,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from everstep_trainer.memory_tier.vault_client import VaultClient
-from everstep_trainer.parallel.replicas import RankContext
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+
+from everstep.errors import NotRestorable
+from everstep.wire.v1.training import JobSpec, RestoreRule
 from everstep_trainer.restore.restorer import Restoration
-from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import TrainingSession
+from everstep_trainer.slots.vault_client import VaultClient
 from everstep_trainer.snapshot.snapshotter import Snapshotter
 from everstep_trainer.state.generators import wrap_generators
 from everstep_trainer.state.python_value_codec import decode_blob, encode_blob
 from everstep_trainer.state.tracked_state import TrackedState
-from torch import nn
-
-from everstep.errors import NotRestorable
-from everstep.wire.v1.training import JobSpec, RestoreRule
-from tests.support.forked import ForkPool
-from tests.support.generations import JOB, generation
-from tests.support.vaults import vaults
+from tests.support.fleet.generations import JOB, generation
+from tests.support.processes.fork_pool import ForkPool
+from tests.support.vaults.vault_process import vaults
 
 KINDS: dict[str, tuple[Callable[[int], Any], Callable[[Any], Any]]] = {
     "torch": (lambda seed: torch.Generator().manual_seed(seed), lambda g: torch.randn(3, generator=g).tolist()),
@@ -58,13 +55,6 @@ def test_generator_of_another_kind_is_refused() -> None:
         other.load_state_dict(stored)  # type: ignore[attr-defined]
 
 
-def test_run_tracks_generators_and_refuses_system_random() -> None:
-    model = nn.Linear(2, 2)
-    Run(RankContext(), TrainingSession()).track(model=model, **{kind: make(1) for kind, (make, _) in KINDS.items()})
-    with pytest.raises(TypeError, match="rng is a SystemRandom"):
-        Run(RankContext(), TrainingSession()).track(model=model, rng=random.SystemRandom())
-
-
 def objects(rank: int, world: int, seed: int) -> dict[str, object]:
     return {"model": nn.Linear(64, 64), **wrap_generators({"rng": np.random.default_rng(seed)}, rank, world)}
 
@@ -73,7 +63,7 @@ def objects(rank: int, world: int, seed: int) -> dict[str, object]:
 @pytest.mark.parametrize("alike", [True, False])
 def test_generator_is_taken_from_other_ranks_if_all_agree(program_forks: ForkPool, alike: bool) -> None:
     job = JobSpec(job=JOB, nproc_per_node=2)
-    spec, store = generation(1, ranks=[("n1", 0), ("n1", 1)], spec=job), dist.HashStore()
+    spec, store = generation(1, ranks=[("n1", 0), ("n1", 1)], spec=job), HashStore()
     with vaults(program_forks) as fleet, ExitStack() as stack:
         vault = fleet.start("n1", "--scrub-interval-s", "0")
         fleet.configure()
@@ -91,7 +81,7 @@ def test_generator_is_taken_from_other_ranks_if_all_agree(program_forks: ForkPoo
         alone = generation(2, ranks=[("n1", 0)], restore=RestoreRule(), spec=JobSpec(job=JOB))
         fresh = np.random.default_rng(99)
         state = TrackedState({"model": nn.Linear(64, 64), **wrap_generators({"rng": fresh}, 0, 1)})
-        restoration = Restoration(client, alone, alone.roster[0], dist.HashStore())
+        restoration = Restoration(client, alone, alone.roster[0], HashStore())
         if alike:
             restoration.fill(state)
             assert fresh.random() == np.random.default_rng(5).random()

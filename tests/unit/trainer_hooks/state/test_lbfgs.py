@@ -7,17 +7,16 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from everstep_trainer.snapshot.shares import build_manifest, divide_state
-from everstep_trainer.state.optimizer_state import to_live
-from everstep_trainer.state.python_state import MergedState, decode
-from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from everstep.errors import NotRestorable
-from tests.support.forked import ForkPool
+from everstep_trainer.slots.shares import build_manifest, divide_state
+from everstep_trainer.state.python_state import MergedState, decode
+from everstep_trainer.state.tracked_state import TrackedState
+from tests.support.processes.fork_pool import ForkPool
 
 WIDTH = 4
 """torch flattens what is sharded evenly only."""
@@ -38,14 +37,15 @@ class Job:
 
         def closure() -> torch.Tensor:
             self.optimizer.zero_grad()
-            loss = (self.model(x) - y).square().mean()
+            loss: torch.Tensor = (self.model(x) - y).square().mean()
             loss.backward()
-            return loss.detach()
+            result: torch.Tensor = loss.detach()
+            return result
 
-        return float(self.optimizer.step(closure))  # type: ignore[arg-type]
+        return float(self.optimizer.step(closure))
 
     def restore(self, other: Job) -> None:
-        """What ``other`` has, whose parameters lie as this one's do, or are whole on one rank."""
+        """Load the state of ``other``, whose parameters are laid out like this job's, or are whole on one rank."""
         tensors = other.state.tensors()
         live = {tensor.name: tensor.local for tensor in tensors}
         layouts = [other.state.layout(tensors, 0, 1)]
@@ -82,14 +82,14 @@ def test_lbfgs_continues_exactly_with_any_sharding(alone: None, sharded: bool, i
 
 def on_two(rank: int, port: int) -> None:
     """In a process of its own."""
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
     goes_on_as(Job(sharded=True), Job(sharded=True))
     dist.destroy_process_group()
 
 
 def test_lbfgs_continues_exactly_on_two_fsdp2_ranks(forks: ForkPool) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for rank in [forks.start(on_two, rank, store.port) for rank in range(2)]:
         rank.result()
 
@@ -100,12 +100,3 @@ def test_lbfgs_refuses_other_parameters_by_name(other: dict[str, Any]) -> None:
     before.step(0)
     with pytest.raises(NotRestorable, match=r"optimizer is an LBFGS, whose state concatenates all of its parameters"):
         Job(sharded=False, **other).restore(before)
-
-
-def test_nested_optimizer_state_returns_to_its_device() -> None:
-    with FakeTensorMode():
-        parameter = nn.Parameter(torch.empty(3, device="cuda"))
-        stored = {"Q": [torch.empty(3, 3), None], "by": {"k": (torch.empty(2), 1.5)}}
-        live = to_live(torch.optim.SGD([parameter], lr=0.1), parameter, stored)
-    assert [live["Q"][0].device.type, live["by"]["k"][0].device.type] == ["cuda", "cuda"]
-    assert (live["Q"][1], live["by"]["k"][1]) == (None, 1.5)

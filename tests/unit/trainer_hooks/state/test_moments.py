@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import msgspec
 import pytest
 import torch
 import torch.distributed as dist
-from everstep_trainer.snapshot.shares import build_manifest, divide_state
-from everstep_trainer.state.optimizer_state import allocate_moment, has_full_state, location_of
-from everstep_trainer.state.python_state import MergedState, decode
-from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.optim import SGD
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    CyclicLR,
+    ExponentialLR,
+    LambdaLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
 
-from everstep.layout.manifests import Manifest, TensorInfo, TensorPlacement, decode_manifest, encode_manifest
-from tests.support.sharing_optimizer import SharingOptimizer
+from everstep.layout.manifests import TensorInfo, TensorPlacement
+from everstep_trainer.slots.shares import build_manifest, divide_state
+from everstep_trainer.state.optimizer_state import allocate_moment, location_of
+from everstep_trainer.state.python_state import MergedState, decode
+from everstep_trainer.state.tracked_state import TrackedState
+from tests.support.ranks.sharing_optimizer import SharingOptimizer
+from tests.unit.trainer_hooks.state.test_snapshot_state import load
 
 Optimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Optimizer] = {
@@ -44,7 +56,7 @@ class Scaled(nn.Module):
 
 @pytest.fixture(scope="module")
 def grouped() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -84,20 +96,12 @@ def test_fresh_process_continues_with_a_scalar_parameter(
     for index, target in restored.restore_targets(catalog):
         target.local.copy_(live[catalog[index].name])
     restored.load_python(MergedState([decode(state.capture().data())], restored.python_names()))
-    for one, two in zip(optimizer.state.values(), other.state.values(), strict=True):
-        assert not tells or [(k, type(v)) for k, v in one.items()] == [(k, type(two[k])) for k in one]
+    for first, second in zip(optimizer.state.values(), other.state.values(), strict=True):
+        assert not tells or [(k, type(v)) for k, v in first.items()] == [(k, type(second[k])) for k in first]
     step(model, optimizer)
     step(fresh, other)
-    for one, two in zip(model.parameters(), fresh.parameters(), strict=True):
-        assert torch.equal(whole(one), whole(two))
-
-
-@pytest.mark.parametrize("fields", [-1, 1], ids=["one before", "a later one"])
-def test_a_manifest_of_another_release_is_read(fields: int) -> None:
-    tensor = TensorInfo("o.p.step", "float32", 4, (), False)
-    written = msgspec.msgpack.decode(encode_manifest(Manifest(1, 0, 1, (tensor,), (), 0, 0, 8, 8)))
-    written[3][0] = written[3][0][:-1] if fields < 0 else [*written[3][0], "more"]
-    assert decode_manifest(msgspec.msgpack.encode(written)).catalog == (tensor,)
+    for first, second in zip(model.parameters(), fresh.parameters(), strict=True):
+        assert torch.equal(whole(first), whole(second))
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
@@ -130,18 +134,6 @@ def test_state_of_a_scalar_returns_to_gpu_or_host(
             assert location_of(parameter, made) is lies
 
 
-def test_scalar_state_of_a_larger_parameter_keeps_its_device() -> None:
-    with FakeTensorMode():
-        parameter = nn.Parameter(torch.empty(3, device="cuda"))
-        for lies, device in (
-            (TensorPlacement.HOST, "cpu"),
-            (TensorPlacement.DEVICE, "cuda"),
-            (TensorPlacement.UNKNOWN, "cpu"),
-        ):
-            stored = TensorInfo("o.p.eta", "float32", 4, (), False, placement=lies)
-            assert allocate_moment(parameter, "eta", stored, capturable=False).device.type == device
-
-
 def restored_into(model: nn.Module, optimizer: torch.optim.Optimizer, fresh: nn.Module) -> torch.optim.Optimizer:
     """A new optimizer of ``fresh``, with the state of the one that trained ``model``."""
     state = TrackedState({"model": model, "optimizer": optimizer})
@@ -163,10 +155,10 @@ def test_shared_optimizer_state_stays_shared() -> None:
     optimizer = SharingOptimizer(model.parameters())
     optimizer.step()
     other = restored_into(model, optimizer, fresh)
-    one, two = (other.state[parameter] for parameter in fresh.parameters())
-    assert one["step"] is two["step"]
-    assert one["anchor"].data_ptr() == fresh.weight.data_ptr()
-    assert one["average"] is not two["average"]
+    first, second = (other.state[parameter] for parameter in fresh.parameters())
+    assert first["step"] is second["step"]
+    assert first["anchor"].data_ptr() == fresh.weight.data_ptr()
+    assert first["average"] is not second["average"]
     for _ in range(3):
         optimizer.step()
         other.step()
@@ -211,11 +203,52 @@ def test_non_string_optimizer_state_key_is_refused_by_name() -> None:
     TrackedState({"model": model, "optimizer": optimizer}).tensors()
 
 
-def test_empty_state_entry_does_not_count_as_state():
-    parameter = nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.AdamW([parameter])
-    assert optimizer.state[parameter] == {}
-    assert not has_full_state(optimizer)
-    parameter.grad = torch.ones(2)
-    optimizer.step()
-    assert has_full_state(optimizer)
+RATES = {"weight": 0.1, "bias": 0.2}
+SCHEDULES: dict[str, Callable[[SGD], Any]] = {
+    "lambda": lambda of: LambdaLR(of, lambda epoch: 0.9**epoch),
+    "in sequence": lambda of: SequentialLR(of, [LambdaLR(of, lambda e: 0.9**e), ExponentialLR(of, 0.5)], [6]),
+    "chained": lambda of: ChainedScheduler([LambdaLR(of, lambda e: 0.9**e), ExponentialLR(of, 1.0)]),
+    "cyclic": lambda of: CyclicLR(of, [0.1 * g["lr"] for g in of.param_groups], [g["lr"] for g in of.param_groups], 5),
+    "plateau": lambda of: ReduceLROnPlateau(of, patience=0, min_lr=[g["lr"] / 8 for g in of.param_groups]),
+}
+
+
+class Layers:
+    """Some of two layers, the first without a bias, in groups by kind with rates of their own, in this order."""
+
+    def __init__(self, names: str, schedule: str, *kinds: str) -> None:
+        self.model = nn.ModuleDict({name: nn.Linear(2, 2, bias=name == "b") for name in names})
+        self.kinds = kinds
+        named = [(kind, [p for n, p in self.model.named_parameters() if n.endswith(kind)]) for kind in kinds]
+        self.optimizer = SGD([{"params": of, "lr": RATES[kind], "momentum": 0.5} for kind, of in named])
+        self.schedule = SCHEDULES[schedule](self.optimizer)
+        self.state = TrackedState({"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule})
+
+    def steps(self, count: int) -> dict[str, list[float]]:
+        """The rates of each kind after each of so many steps."""
+        found: dict[str, list[float]] = {kind: [] for kind in self.kinds}
+        for _ in range(count):
+            self.optimizer.step()
+            self.schedule.step(*([1.0] if isinstance(self.schedule, ReduceLROnPlateau) else []))
+            for kind, group in zip(self.kinds, self.optimizer.param_groups, strict=True):
+                found[kind].append(group["lr"])
+        return found
+
+
+@pytest.mark.promise("layout-change")
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedule_rates_follow_parameters_and_not_positions(schedule: str, first: int) -> None:
+    stages = [Layers("a", schedule, "weight"), Layers("b", schedule, "weight", "bias")]
+    for stage in stages:
+        stage.steps(3)
+    blobs = [stage.state.capture().data() for stage in stages]
+    expected = stages[1].steps(5)
+    after = [
+        Layers("ab", schedule, "weight", "bias"),
+        Layers("ab", schedule, "bias", "weight"),
+        Layers("b", schedule, "bias"),
+    ]
+    for layers in after:
+        load(layers.state, blobs[first], blobs[1 - first])
+        assert layers.steps(5) == {kind: expected[kind] for kind in layers.kinds}

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import zlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict, UserDict, defaultdict, namedtuple
+from types import MappingProxyType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from everstep_trainer.state.python_state import MAX_NAMES_BYTES, MergedState, decode, pack_names, unpack_names
-from everstep_trainer.state.python_value_codec import encode_blob
-from everstep_trainer.state.tracked_state import TrackedState
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
 from everstep.errors import MalformedMessage, NotRestorable
-from tests.support.given_state import GivenState
+from everstep_trainer.state.python_state import MAX_NAMES_BYTES, MergedState, decode, unpack_names
+from everstep_trainer.state.python_value_codec import decode_blob, encode_blob
+from everstep_trainer.state.tracked_state import TrackedState
+from tests.support.ranks.settable_state import SettableState
 from tests.unit.trainer_hooks.state.test_snapshot_state import load
 
 LAYERS = range(4)
@@ -51,21 +51,28 @@ class Stage:
         self.state = TrackedState(tracked)
 
     def run(self, mark: int) -> bytes:
-        """As if it had trained: everything says ``mark``."""
+        """Set every value from ``mark``, as if training had changed it, and return the Python state."""
         for group in self.optimizer.param_groups:
             group["lr"] = float(mark)
         for name, layer in self.model.named_children():
             layer.seen = 100 * mark + int(name)  # type: ignore[assignment]
-            self.optimizer.state[layer.weight] = {"count": 10 * mark + int(name)}
+            self._entry(layer)["count"] = 10 * mark + int(name)
         self.schedule.last_epoch = mark
         return self.state.capture().data()
 
-    def said(self) -> dict[str, Any]:
+    def _entry(self, layer: nn.Module) -> dict[str, Any]:
+        """The state in the optimizer of a layer's weight."""
+        entry: dict[str, Any] = self.optimizer.state[layer.get_parameter("weight")]
+        return entry
+
+    def values(self) -> dict[str, Any]:
         return {
             "lr": [group["lr"] for group in self.optimizer.param_groups],
             "decay": [group["weight_decay"] for group in self.optimizer.param_groups],
             "seen": {name: layer.seen for name, layer in self.model.named_children()},
-            "count": {n: self.optimizer.state[m.weight]["count"] for n, m in self.model.named_children()},
+            "count": {
+                n: self.optimizer.state[m.get_parameter("weight")]["count"] for n, m in self.model.named_children()
+            },
             "epoch": self.schedule.last_epoch,
         }
 
@@ -74,7 +81,7 @@ def test_rank_with_all_layers_takes_each_from_its_stage() -> None:
     blobs = [Stage(range(2)).run(7), Stage(range(2, 4)).run(7)]
     whole = Stage(LAYERS)
     load(whole.state, *blobs)
-    assert whole.said() == {
+    assert whole.values() == {
         "lr": [7.0, 7.0],
         "decay": [0.5, 0.0],
         "seen": {str(i): 700 + i for i in LAYERS},
@@ -87,16 +94,8 @@ def test_stage_takes_its_layers_from_a_rank_with_all() -> None:
     blob = Stage(LAYERS).run(3)
     last = Stage(range(3, 4))
     load(last.state, blob)
-    assert last.said()["count"] == {"3": 33}
-    assert last.said()["lr"] == [3.0, 3.0]
-
-
-def test_parameterless_state_comes_from_the_same_stage() -> None:
-    first, second = Stage(range(2)).run(1), Stage(range(2, 4)).run(2)
-    again = Stage(range(2, 4))
-    load(again.state, first, second)
-    assert again.said()["epoch"] == 2
-    assert again.said()["lr"] == [2.0, 2.0]
+    assert last.values()["count"] == {"3": 33}
+    assert last.values()["lr"] == [3.0, 3.0]
 
 
 def test_optimizers_of_several_stages_merge_under_one_key() -> None:
@@ -110,11 +109,11 @@ def test_optimizers_of_several_stages_merge_under_one_key() -> None:
         }
     )
     load(state, blob)
-    assert [part.said()["count"] for part in parts] == [{"0": 50, "1": 51}, {"2": 52, "3": 53}]
+    assert [part.values()["count"] for part in parts] == [{"0": 50, "1": 51}, {"2": 52, "3": 53}]
     state.tensors()  # as a snapshotter does
     other = Stage(LAYERS)
     load(other.state, state.capture().data())
-    assert other.said()["count"] == {str(i): 50 + i for i in LAYERS}
+    assert other.values()["count"] == {str(i): 50 + i for i in LAYERS}
 
 
 def test_differently_treated_parameters_cannot_share_a_group() -> None:
@@ -132,15 +131,10 @@ def test_newly_trained_parameter_is_named() -> None:
 
 
 def test_newly_tracked_object_is_named() -> None:
-    blob = TrackedState({"a": GivenState(1)}).capture().data()
-    state = TrackedState({"a": GivenState(1), "b": GivenState(2)})
+    blob = TrackedState({"a": SettableState(1)}).capture().data()
+    state = TrackedState({"a": SettableState(1), "b": SettableState(2)})
     with pytest.raises(NotRestorable, match="b is tracked now, but was not"):
         state.require_python(MergedState([decode(blob)], state.python_names()))
-
-
-@given(st.lists(st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1)))
-def test_packed_names_come_back(names: list[str]) -> None:
-    assert unpack_names(pack_names(names)) == tuple(names)
 
 
 @pytest.mark.parametrize(
@@ -166,3 +160,56 @@ def test_invalid_or_too_many_names_are_refused(data: bytes) -> None:
 def test_python_state_of_another_form_is_refused(value: Any) -> None:
     with pytest.raises(MalformedMessage):
         decode(encode_blob(value))
+
+
+Pair = namedtuple("Pair", "one two")
+
+KEPT: list[Any] = [
+    Counter({2: 1, 4: 2}),
+    Counter({(1, "a"): 3}),
+    OrderedDict(b=1, a=[Counter("aab")]),
+    OrderedDict([((1, 2), 3)]),
+    torch.Size([2, 3]),
+    {"n": (torch.Size([]), OrderedDict(), Counter())},
+    {1: {(): 2}},
+]
+REFUSED: list[Any] = [defaultdict(list, a=[1]), Pair(1, 2), UserDict(a=1), MappingProxyType({"a": 1})]
+
+
+def shape_of(value: Any) -> Any:
+    """Types, all the way down."""
+    if isinstance(value, dict):
+        return type(value), [(key, shape_of(item)) for key, item in value.items()]
+    if isinstance(value, list | tuple):
+        return type(value), [shape_of(item) for item in value]
+    return type(value)
+
+
+@pytest.mark.promise("tracked-state-exact")
+@pytest.mark.parametrize("value", KEPT, ids=repr)
+def test_value_round_trips_with_its_type(value: Any) -> None:
+    back = decode_blob(encode_blob(value))
+    assert back == value
+    assert shape_of(back) == shape_of(value)
+
+
+@pytest.mark.promise("tracked-state-exact")
+@pytest.mark.parametrize("value", REFUSED, ids=lambda value: type(value).__name__)
+def test_unsupported_type_is_refused_with_path_and_advice(value: Any) -> None:
+    mend = r"tuple\(\.\.\.\)" if isinstance(value, tuple) else r"dict\(\.\.\.\)"
+    with pytest.raises(TypeError, match=rf"state\['held'\] is a .*{type(value).__name__}.*give a {mend}"):
+        encode_blob({"held": value})
+
+
+def test_numpy_subclass_is_refused() -> None:
+    with pytest.raises(
+        TypeError, match=r"state\['held'\] is a numpy.*would come back as another type: give a numpy array"
+    ):
+        encode_blob({"held": np.ma.masked_array([1, 2], [True, False])})
+
+
+@pytest.mark.parametrize("value", [["caf\udce9.txt"], {"caf\udce9.txt": 1}, {("caf\udce9.txt",): 1}])
+def test_non_text_string_is_refused_with_its_path(value: Any) -> None:
+    with pytest.raises(TypeError, match=r"state\['files'\].* has the string 'caf\\udce9\.txt'.*os\.fsencode"):
+        encode_blob({"files": value})
+    assert decode_blob(encode_blob({"files": ["café", "😀\0"]})) == {"files": ["café", "😀\0"]}

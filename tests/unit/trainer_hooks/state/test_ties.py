@@ -1,4 +1,4 @@
-"""What is tied in one layout and apart in another: word embeddings in the first and the last stage of a pipeline."""
+"""Tensors tied in one layout and separate in another, such as the embeddings of the first and last pipeline stage."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from everstep_agent.spill.__main__ import execute
-from everstep_trainer.snapshot.shares import build_manifest, divide_state
-from everstep_trainer.state.python_state import MergedState, decode
-from everstep_trainer.state.tracked_state import TrackedState
 from torch import nn
 
 from everstep.errors import NotRestorable
 from everstep.ids import Version
 from everstep.layout.manifests import Manifest, decode_manifest
-from tests.support.spilling import fill_slots, start_alone
+from everstep_agent.spill.__main__ import execute
+from everstep_trainer.slots.shares import build_manifest, divide_state
+from everstep_trainer.state.python_state import MergedState, decode
+from everstep_trainer.state.tracked_state import TrackedState
+from tests.support.vaults.sealed_slots import fill_slots, load_checkpoint_alone
 
 WORDS, WIDTH, LAYERS = 5, 3, 2
 VERSION = Version(1, 4)
@@ -80,7 +80,7 @@ def restore(ranks: list[Rank], before: list[Rank]) -> set[int]:
             for index, target in rank.state.restore_targets(manifest.catalog):
                 lives.add(index)
                 target.local.copy_(values[manifest.catalog[index].name])
-        python = MergedState([decode(one.state.capture().data()) for one in before], rank.state.python_names())
+        python = MergedState([decode(job.state.capture().data()) for job in before], rank.state.python_names())
         rank.state.require_python(python)
         rank.state.load_python(python)
     assert lives == {*range(len(manifest.catalog))}, "nothing is gone"
@@ -90,10 +90,12 @@ def restore(ranks: list[Rank], before: list[Rank]) -> set[int]:
 def as_trained(ranks: list[Rank]) -> None:
     for rank, other in zip(ranks, job(len(ranks), trained=True), strict=True):
         assert rank.optimizer.param_groups[0]["lr"] == 0.25
-        for one, two in zip(rank.model.parameters(), other.model.parameters(), strict=True):
-            assert torch.equal(one, two)
-            assert all(torch.equal(t, other.optimizer.state[two][key]) for key, t in rank.optimizer.state[one].items())
-            assert len(rank.optimizer.state[one]) == 3
+        for parameter, twin in zip(rank.model.parameters(), other.model.parameters(), strict=True):
+            assert torch.equal(parameter, twin)
+            assert all(
+                torch.equal(t, other.optimizer.state[twin][key]) for key, t in rank.optimizer.state[parameter].items()
+            )
+            assert len(rank.optimizer.state[parameter]) == 3
 
 
 @pytest.mark.promise("layout-change")
@@ -111,7 +113,7 @@ def test_tied_state_starts_from_storage(tmp_path: Path, stages: int, into: int) 
     assert execute(msgspec.structs.replace(order, url=str(tmp_path / "out"))).complete
     after = job(into, trained=False)
     for number, rank in enumerate(after):
-        assert start_alone(tmp_path / "out", rank.tracked, rank.state, number, into) == VERSION.step
+        assert load_checkpoint_alone(tmp_path / "out", rank.tracked, rank.state, number, into) == VERSION.step
     as_trained(after)
 
 

@@ -6,26 +6,28 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
-from everstep_trainer.parallel.replicas import RankContext
+from torch import nn
+from torch._C._distributed_c10d import HashStore
+
+from everstep.ids import Version
+from everstep.wire.v1.training import RestoreRule
 from everstep_trainer.restore.restorer import Restoration
-from everstep_trainer.run import Run
-from everstep_trainer.runtime.generation_session import TrainingSession
+from everstep_trainer.slots.copy import SnapshotSources
 from everstep_trainer.snapshot.snapshotter import Snapshotter
 from everstep_trainer.state import unstored_buffers as module
 from everstep_trainer.state.layout import Sharing
 from everstep_trainer.state.tracked_state import TrackedState
-from torch import nn
-
-from everstep.ids import Version
-from everstep.wire.v1.training import RestoreRule
-from tests.support.forked import ForkPool
-from tests.support.generations import generation
-from tests.support.lone_rank import lone_rank
+from tests.support.fleet.generations import generation
+from tests.support.processes.fork_pool import ForkPool
+from tests.support.ranks.lone_rank import lone_rank
 
 
 class Net(nn.Module):
     """With a running value, a constant table and a cache, none of them persistent."""
+
+    running: torch.Tensor
+    table: torch.Tensor
+    cache: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,14 +84,6 @@ def test_cache_and_constant_are_not_stored(change: Callable[[Net], None]) -> Non
         assert names(state) == set()
 
 
-def test_excluded_running_buffer_stays_excluded() -> None:
-    model = Net()
-    state = TrackedState({"model": model, "other": nn.Linear(1, 1)}, exclude=["model.*"])
-    in_place(model)
-    assert state.is_unchanged()
-    assert {tensor.name for tensor in state.tensors()} == {"other.weight", "other.bias"}
-
-
 def test_large_changing_buffer_is_named_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(module, "MAX_STORED_BYTES", 16)
     model = Net()
@@ -105,7 +99,7 @@ def test_running_buffer_returns_with_its_version_or_without(program_forks: ForkP
     with lone_rank(program_forks) as rank:
         spec, model = generation(1), Net()
         snapshots = Snapshotter(
-            rank.client, TrackedState({"model": model}), spec, spec.roster[0], dist.HashStore(), lambda _: None
+            rank.client, TrackedState({"model": model}), spec, spec.roster[0], HashStore(), lambda _: None
         )
         snapshots.begin(1)
         for step in (2, 3, 4):
@@ -118,7 +112,7 @@ def test_running_buffer_returns_with_its_version_or_without(program_forks: ForkP
             again = Net()
             state = TrackedState({"model": again})
             spec = generation(number, restore=RestoreRule(floor=floor))
-            result = Restoration(rank.client, spec, spec.roster[0], dist.HashStore()).fill(state)
+            result = Restoration(rank.client, spec, spec.roster[0], HashStore()).fill(state)
             assert result.version == Version(1, 4)
             assert torch.equal(again.running, running)
             assert state.running_buffers == {"model.running"}
@@ -129,7 +123,7 @@ def test_version_without_the_buffer_is_restored(program_forks: ForkPool) -> None
     with lone_rank(program_forks) as rank:
         spec, model = generation(1), Net()
         snapshots = Snapshotter(
-            rank.client, TrackedState({"model": model}), spec, spec.roster[0], dist.HashStore(), lambda _: None
+            rank.client, TrackedState({"model": model}), spec, spec.roster[0], HashStore(), lambda _: None
         )
         snapshots.begin(1)
         snapshots.wait()
@@ -139,9 +133,43 @@ def test_version_without_the_buffer_is_restored(program_forks: ForkPool) -> None
         in_place(again)
         state.is_unchanged()
         assert state.running_buffers
-        assert Restoration(rank.client, spec, spec.roster[0], dist.HashStore()).fill(state).version == Version(1, 1)
+        assert Restoration(rank.client, spec, spec.roster[0], HashStore()).fill(state).version == Version(1, 1)
         assert state.running_buffers == set()
 
 
-def test_run_without_everstep_has_no_running_buffers() -> None:
-    Run(RankContext(), TrainingSession()).track(model=Net())
+def normalized() -> tuple[nn.Sequential, TrackedState, SnapshotSources]:
+    """A model whose running statistics were seen to change, and what is copied of it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+    state = TrackedState({"model": model})
+    model(torch.randn(8, 4))
+    sources = SnapshotSources(state.tensors(), None)
+    assert len(sources._volatile) == 6, "means, variances and counts of both"
+    return model, state, sources
+
+
+def norm_of(model: nn.Sequential) -> nn.BatchNorm1d:
+    norm = model[1]
+    assert isinstance(norm, nn.BatchNorm1d)
+    return norm
+
+
+def test_buffer_replacing_another_is_copied() -> None:
+    model, state, sources = normalized()
+    norm_of(model).running_mean = torch.full((4,), 7.0)
+    assert state.is_unchanged(), "of the same form"
+    sources.stage()
+    assert sources._staged[sources._volatile[0][0]].tolist() == [7.0] * 4
+
+
+def test_buffer_with_new_memory_is_copied_from_there() -> None:
+    model, _, sources = normalized()
+    model.get_buffer("1.running_mean").data = torch.full((4,), 5.0)
+    sources.stage()
+    assert sources._staged[sources._volatile[0][0]].tolist() == [5.0] * 4
+
+
+@pytest.mark.parametrize("value", [None, torch.zeros(5), torch.zeros(4, dtype=torch.float64)])
+def test_buffer_of_another_form_is_a_change(value: torch.Tensor | None) -> None:
+    model, state, _ = normalized()
+    norm_of(model).running_mean = value
+    assert not state.is_unchanged()

@@ -1,29 +1,32 @@
-"""Slots that an earlier vault left: served at once, and none before it was hashed, however long that takes."""
+"""Slots of an earlier vault: they are served at once, and each one only after it was hashed."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import TypeAlias
 
 import pytest
+
+from everstep.errors import DigestMismatch
+from everstep.ids import Version
+from everstep.layout.slot_header import SlotHeader
+from everstep.layout.slots import CHUNK_BYTES, slot_bytes_for
+from everstep.system_clock import SYSTEM_CLOCK
+from everstep.wire.v1 import local
+from everstep.wire.v1.transfer import Put
 from everstep_agent.vault.memory.adoption import SegmentAdoption
 from everstep_agent.vault.memory.reading import SlotFinder
 from everstep_agent.vault.memory.segments import SegmentFile, SegmentKey, SegmentStore
 from everstep_agent.vault.reporting import FindingReporter, VaultCounters
 from everstep_agent.vault.transfer.receiving import _holds
+from tests.support.vaults.peer_reads import peer_connection, rank_client, read
+from tests.support.vaults.slow_vault import HASHING_BLOCKED_BY
+from tests.support.vaults.vault_process import DEADLINE_S, JOB, RankMemory, Vaults, map_segment, noise, vaults
 
-from everstep.errors import DigestMismatch
-from everstep.ids import Version
-from everstep.layout.slots import CHUNK_BYTES, SegmentView, SlotHeader, slot_bytes_for
-from everstep.system_clock import SYSTEM_CLOCK
-from everstep.wire.v1 import local
-from everstep.wire.v1.transfer import Put
-from tests.support.borrowing import borrowed, rank_of, read
-from tests.support.held_vault import HELD
-from tests.support.vaults import DEADLINE_S, JOB, RankMemory, Vaults, map_segment, noise, vaults
-
+HashSlot: TypeAlias = Callable[[SegmentAdoption, SegmentFile, int, SlotHeader], bool]
 KEY = SegmentKey(JOB, "own", 0)
 LENGTH = CHUNK_BYTES + 1000
 
@@ -35,7 +38,7 @@ def fleet() -> Iterator[Vaults]:
 
 
 class Left:
-    """What a vault left: slot ``n`` holds version 1:n of rank 0. Over it a store that begins, and hashes by ``go``."""
+    """The slots of an earlier vault, 1:n of rank 0 in slot ``n``, and a store that hashes them after ``go``."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, slots: int = 2, threads: int = 1) -> None:
         directory.mkdir(mode=0o700)
@@ -51,7 +54,7 @@ class Left:
         self.store = SegmentStore(directory, "n1", None)
         self.adoption = SegmentAdoption(self.store, threads)
 
-    def _held(self, hashed):  # type: ignore[no-untyped-def]
+    def _held(self, hashed: HashSlot) -> HashSlot:
         def wait(adoption: SegmentAdoption, segment: SegmentFile, slot: int, header: SlotHeader) -> bool:
             assert self._go.wait(DEADLINE_S)
             self.order.append(slot)
@@ -160,41 +163,6 @@ def test_unchecked_slot_does_not_count_as_a_copy(left: Left) -> None:
     assert _holds(left.segment(), put)
 
 
-def test_the_newest_versions_are_hashed_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = Left(tmp_path / "segments", monkeypatch, slots=4)
-    left.begin()
-    left.go()
-    assert left.listed(DEADLINE_S) == ({0, 1, 2, 3}, 0)
-    left.close()
-    assert left.order == [3, 2, 1, 0]
-
-
-def test_several_slots_are_hashed_in_parallel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left = Left(tmp_path / "segments", monkeypatch, slots=3, threads=3)
-    together = threading.Barrier(3)
-    manifest = SegmentView.manifest
-
-    def met(view: SegmentView, slot: int) -> bytes:
-        if threading.current_thread().name == "adopt":
-            together.wait(DEADLINE_S)
-        return manifest(view, slot)
-
-    monkeypatch.setattr(SegmentView, "manifest", met)
-    left.begin()
-    left.go()
-    assert left.listed(DEADLINE_S) == ({0, 1, 2}, 0)
-    left.close()
-
-
-def test_slot_refilled_during_adoption_is_no_damage(left: Left) -> None:
-    left.begin()
-    left.fill(1, Version(1, 7))
-    assert left.listed() == ({7}, 1)
-    left.go()
-    assert left.listed(DEADLINE_S) == ({0, 7}, 0)
-    assert left.told == []
-
-
 def test_ending_vault_stops_hashing(left: Left) -> None:
     left.begin()
     left.adoption._stopping = True
@@ -217,17 +185,16 @@ def test_vault_serves_verified_slots_while_hashing_others(
     vault.kill()
     held = tmp_path / "held"
     held.touch()
-    monkeypatch.setenv(HELD, str(held))
-    vault.module = "tests.support.held_vault"
+    monkeypatch.setenv(HASHING_BLOCKED_BY, str(held))
+    vault.module = "tests.support.vaults.slow_vault"
     vault.start()
     client = fleet.configure(vault)["n1"]
-    statistics = client.ask(local.Statistics)
-    assert isinstance(statistics, local.StatisticsAnswer)
+    statistics = client.statistics()
     assert statistics.gauges["sealed_slots"] == 0
     listed = client.post(local.Inventory, job=JOB)
-    said = client.post(local.SlotSealed, job=JOB, generation=1, rank=0, local_rank=0, slot=1, version=Version(1, 2))
+    sealed = client.post(local.SlotSealed, job=JOB, generation=1, rank=0, local_rank=0, slot=1, version=Version(1, 2))
 
-    with rank_of(vault) as reader, closing(borrowed(reader, "n1")) as channel:
+    with rank_client(vault) as reader, closing(peer_connection(reader, "n1")) as channel:
         assert read(channel, 0, Version(1, 1), [(0, LENGTH)]) == noise(LENGTH, 1)
         with pytest.raises(DigestMismatch):
             read(channel, 0, Version(1, 2), [(0, LENGTH)])
@@ -236,6 +203,6 @@ def test_vault_serves_verified_slots_while_hashing_others(
     answer = client.wait(listed)
     assert isinstance(answer, local.InventoryAnswer)
     assert ([slot.version for slot in answer.slots], answer.unchecked) == ([Version(1, 1)], 0)
-    refused = client.wait(said)
+    refused = client.wait(sealed)
     assert isinstance(refused, local.RequestFailed)
     assert refused.code == "not_found"

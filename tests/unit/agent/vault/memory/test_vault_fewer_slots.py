@@ -1,25 +1,21 @@
-"""A segment makes place for one of fewer slots: what must stay goes along, and the rest is memory again before that."""
+"""A segment is replaced by one with fewer slots: kept slots are copied, and the other memory is freed first."""
 
 from __future__ import annotations
 
-import mmap
-import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from everstep_agent.vault.memory import shared_memory
-from everstep_agent.vault.memory.segments import SegmentFile, SegmentKey, SegmentStore
-from everstep_agent.vault.memory.shared_memory import populate
-from everstep_agent.vault.reporting import FindingReporter
-from everstep_agent.vault.service import check_room
 
 from everstep.errors import OutOfSlotMemory
 from everstep.ids import Version
-from everstep.layout.slots import PAGE_BYTES, segment_bytes
+from everstep.layout.segment_header import PAGE_BYTES, segment_bytes
 from everstep.wire.v1.local import CheckCapacity, SegmentRequirement
-from tests.support.vaults import JOB
+from everstep_agent.vault.memory.segments import SegmentFile, SegmentKey, SegmentStore
+from everstep_agent.vault.reporting import FindingReporter
+from everstep_agent.vault.service import check_room
+from tests.support.vaults.vault_process import JOB
 
 SLOT = 64 * PAGE_BYTES
 OLD = segment_bytes(5, SLOT)
@@ -27,7 +23,7 @@ KEY = SegmentKey(JOB, "replica", 0)
 
 
 def five(directory: Path, limit: int | None = None) -> tuple[SegmentStore, SegmentFile]:
-    """A segment of five slots with the versions 1 to 5, which a vault of ``limit`` finds."""
+    """A segment of five slots with the versions 1 to 5, in a store with the memory limit ``limit``."""
     return _full(directory, limit, 5)
 
 
@@ -42,10 +38,6 @@ def _full(directory: Path, limit: int | None, slots: int) -> tuple[SegmentStore,
         segment.view.begin(step - 1, 0, Version(1, step), b"manifest", 1000)[:] = bytes([step]) * 1000
         segment.view.seal(step - 1)
     return store, segment
-
-
-def somebody_is_faster(*_: object) -> None:
-    raise OutOfSlotMemory("somebody was faster")
 
 
 def steps(segment: SegmentFile) -> list[int]:
@@ -72,7 +64,7 @@ def test_segment_with_more_slots_than_requested_is_reused(shared: Path) -> None:
 
 @pytest.mark.promise("memory-fits")
 def test_foreseen_memory_for_two_larger_slots_is_exact(shared: Path) -> None:
-    """As after a loss that leaves a rank a share twice as large, on a node that five slots fill."""
+    """A loss may double a rank's share, on a node whose memory five slots fill."""
     larger = 2 * SLOT
     need = OLD - 3 * SLOT + segment_bytes(2, larger)
     for limit, fits in ((need, True), (need - 1, False)):
@@ -88,13 +80,13 @@ def test_foreseen_memory_for_two_larger_slots_is_exact(shared: Path) -> None:
                 store.budget.require_room([wanted], "two slots", "less")
             with pytest.raises(OutOfSlotMemory, match=r"are free: raise .*, or fewer --replicas$"):
                 store.open(KEY, larger, 2, [Version(1, 1)])
-            assert steps(segment) == [1, 2, 3, 4, 5], "nothing was given up for what could not be made"
+            assert steps(segment) == [1, 2, 3, 4, 5], "a refused replacement must free no slot"
         assert [path.name for path in (shared / JOB).iterdir()] == ["replica-0"]
         store.delete_job(JOB)
 
 
 def test_two_larger_slots_need_room_beside_the_kept_slot_only(shared: Path) -> None:
-    """As after a loss, where two slots were all that there was memory for before it."""
+    """After a loss, on a node whose memory was enough for two slots only."""
     need = segment_bytes(2, SLOT) - SLOT + segment_bytes(2, 2 * SLOT)
     for limit, fits in ((need, True), (need - 1, False)):
         store, segment = two(shared, limit)
@@ -108,7 +100,7 @@ def test_two_larger_slots_need_room_beside_the_kept_slot_only(shared: Path) -> N
                 store.budget.require_room([wanted], "two slots", "less")
             with pytest.raises(OutOfSlotMemory):
                 store.open(KEY, 2 * SLOT, 2, [Version(1, 1)])
-            assert steps(segment) == [1, 2], "nothing was given up for what could not be made"
+            assert steps(segment) == [1, 2], "a refused replacement must free no slot"
         store.delete_job(JOB)
 
 
@@ -117,61 +109,25 @@ def test_two_slots_without_a_named_version_both_stay(shared: Path) -> None:
     assert steps(store.open(KEY, 2 * SLOT, 2)) == [1, 2]
 
 
-def test_segment_with_released_pages_is_not_refilled(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its holes may be somebody else's memory by now: whoever wrote there would be killed by the kernel."""
-    store, segment = five(shared)
-    with monkeypatch.context() as patched:
-        patched.setattr(store, "_draft", somebody_is_faster)
-        with pytest.raises(OutOfSlotMemory):
-            store.open(KEY, 2 * SLOT, 2, [Version(1, 1)])
-    assert steps(segment) == [1, 5]
-    assert store.budget.used_bytes() == OLD - 3 * SLOT
-    whole = store.open(KEY, SLOT, 5, ())
-    assert whole is not segment
-    assert (steps(whole), store.budget.used_bytes()) == ([1, 5], OLD)
-
-
-def test_growing_back_to_five_slots_keeps_the_two_held(shared: Path) -> None:
-    store, _ = five(shared)
-    store.open(KEY, 2 * SLOT, 2, [Version(1, 3)])
-    again = store.open(KEY, SLOT, 5, [Version(1, 3)])
-    assert (again.view.slots, steps(again)) == (5, [3, 5])
-
-
 def test_replicas_of_an_old_roster_release_uncommitted_slots(shared: Path) -> None:
-    """After a loss ranks have other numbers: copies of before stay whole in what is committed, say, and that alone."""
+    """After a loss ranks have other numbers; earlier replicas keep only their committed slots, and keep those whole."""
     store, copies = five(shared)
     tier = store.open(SegmentKey(JOB, "replica", 99), PAGE_BYTES, 1)
     tier.view.begin(0, 99, Version(1, 1), b"", 8)[:] = b"not mine"
     tier.view.seal(0)
     store.budget._limit = store.budget.used_bytes() + segment_bytes(2, SLOT) - 3 * SLOT
     needs = (SegmentRequirement(replica=True, number=1, slot_bytes=SLOT, slots=2),)
-    told: list[str] = []
-    findings = cast(FindingReporter, SimpleNamespace(report_memory_shortage=lambda _job, message: told.append(message)))
+    shortages: list[str] = []
+    findings = cast(
+        FindingReporter, SimpleNamespace(report_memory_shortage=lambda _job, message: shortages.append(message))
+    )
     with pytest.raises(OutOfSlotMemory, match="fewer --replicas"):
         check_room(store, findings, CheckCapacity(request=1, job=JOB, needs=needs))
-    assert (len(told), steps(copies)) == (1, [1, 2, 3, 4, 5])
+    assert (len(shortages), steps(copies)) == (1, [1, 2, 3, 4, 5])
     check_room(
         store,
         findings,
         CheckCapacity(request=2, job=JOB, needs=needs, reclaim_below_rank=99, keep=(Version(1, 2), Version(1, 5))),
     )
-    assert (len(told), steps(copies), steps(tier)) == (1, [2, 5], [1])
+    assert (len(shortages), steps(copies), steps(tier)) == (1, [2, 5], [1])
     assert store.open(SegmentKey(JOB, "replica", 1), SLOT, 2, ()).view.slots == 2
-
-
-def test_released_memory_is_not_repopulated_by_prefaulting(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pages of a replica come while it is filled; it may be told to give some back before all are there."""
-
-    def goes_on(mapping: mmap.mmap, stopped: threading.Event) -> None:
-        while not stopped.is_set():
-            populate(mapping)
-
-    monkeypatch.setattr(shared_memory, "populate", goes_on)
-    store, segment = five(shared)
-    monkeypatch.setattr(store, "_draft", somebody_is_faster)
-    with pytest.raises(OutOfSlotMemory):
-        store.open(KEY, 2 * SLOT, 2, [Version(1, 1)])
-    assert steps(segment) == [1, 5]
-    assert store.budget.used_bytes() == OLD - 3 * SLOT
-    store.delete_job(JOB)

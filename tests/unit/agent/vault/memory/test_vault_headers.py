@@ -1,27 +1,19 @@
-"""A bit that flips in a segment's own header: no slot is lost by it, and somebody is told."""
+"""A flipped bit in a segment's header costs no slot, and is reported."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from everstep_agent.vault.memory.adoption import SegmentAdoption
-from everstep_agent.vault.memory.segments import SegmentKey, SegmentStore
 
-from everstep.errors import ConfigurationError
 from everstep.ids import Version
-from everstep.layout.slots import (
-    _REPAIR_FLAG_VALUE,
-    HEADER_BYTES,
-    PAGE_BYTES,
-    RECORD_OFFSETS,
-    SegmentView,
-    SlotState,
-    slot_bytes_for,
-)
+from everstep.layout.segment_header import HEADER_BYTES
+from everstep.layout.slot_header import RECORD_OFFSETS, SlotState
+from everstep.layout.slots import _REPAIR_FLAG_VALUE, SegmentView, slot_bytes_for
 from everstep.vocabulary import FindingKind
-from everstep.wire.v1 import local
-from tests.support.vaults import DEADLINE_S, JOB, RankMemory, Vaults, map_segment
+from everstep_agent.vault.memory.adoption import SegmentAdoption
+from everstep_agent.vault.memory.segments import DamageReport, SegmentKey, SegmentStore
+from tests.support.vaults.vault_process import DEADLINE_S, JOB, RankMemory, Vaults, map_segment
 
 KEY = SegmentKey(JOB, "own", 0)
 
@@ -35,7 +27,7 @@ def flip(path: Path, at: int, bit: int) -> None:
 
 
 def store_with_a_slot(directory: Path) -> Path:
-    """A store that is gone, and the file it left: five slots, one of them sealed."""
+    """The file of a store that has ended, with five slots, one of them sealed."""
     directory.mkdir(mode=0o700)
     path = SegmentStore(directory, "n1", None).open(KEY, slot_bytes_for(16, 100), 5).path
     fill(map_segment(path), 3)
@@ -48,7 +40,7 @@ def fill(view: SegmentView, slot: int) -> None:
 
 
 def adopt(store: SegmentStore) -> int:
-    """What a vault does that starts again. Returns how many slots it found good."""
+    """Take the segments over as a restarted vault does; return the number of good slots."""
     adoption = SegmentAdoption(store)
     adoption.adopt_segments()
     adoption.start()
@@ -67,10 +59,12 @@ def test_flipped_header_bit_costs_no_slot_at_restart(tmp_path: Path) -> None:
         for bit in range(8):
             flip(path, at, bit)
             store = SegmentStore(tmp_path / "segments", "n1", None)
-            told: list[str] = []
+            reports: list[DamageReport] = []
             assert adopt(store) == 1, (at, bit)
-            store.set_damage_handler(lambda damage, told=told: told.append(damage.message))
-            assert told == [f"the header of {path} was damaged and has been rewritten; its slots are intact"], (at, bit)
+            store.set_damage_handler(reports.append)
+            (report,) = reports
+            repaired = f"the header of {path} was damaged and has been rewritten; its slots are intact"
+            assert report.message == repaired, (at, bit)
             segment = store.get(KEY)
             assert segment is not None
             segment.view.verify(3)
@@ -81,11 +75,11 @@ def test_unreadable_segment_is_given_up_and_reported(tmp_path: Path) -> None:
     path = store_with_a_slot(tmp_path / "segments")
     path.write_bytes(bytes(path.stat().st_size))
     store = SegmentStore(tmp_path / "segments", "n1", None)
-    told: list[str] = []
+    reports: list[str] = []
     assert adopt(store) == 0
-    store.set_damage_handler(lambda damage: told.append(damage.message))
-    assert len(told) == 1
-    assert "is discarded" in told[0]
+    store.set_damage_handler(lambda damage: reports.append(damage.message))
+    assert len(reports) == 1
+    assert "is discarded" in reports[0]
     assert not path.exists()
 
 
@@ -93,10 +87,10 @@ def test_corrupt_slot_at_restart_is_reported(tmp_path: Path) -> None:
     path = store_with_a_slot(tmp_path / "segments")
     map_segment(path).payload(3)[7] ^= 1
     store = SegmentStore(tmp_path / "segments", "n1", None)
-    told: list[str] = []
+    reports: list[str] = []
     assert adopt(store) == 0
-    store.set_damage_handler(lambda damage: told.append(damage.subject))
-    assert told == ["job/rank2/1:9"]
+    store.set_damage_handler(lambda damage: reports.append(damage.subject))
+    assert reports == ["job/rank2/1:9"]
 
 
 def test_slot_with_both_headers_damaged_is_reported_at_restart(tmp_path: Path) -> None:
@@ -104,10 +98,10 @@ def test_slot_with_both_headers_damaged_is_reported_at_restart(tmp_path: Path) -
     for at in record_places(path, 3):
         flip(path, at, 0)
     store = SegmentStore(tmp_path / "segments", "n1", None)
-    told: list[str] = []
+    reports: list[str] = []
     assert adopt(store) == 0
-    store.set_damage_handler(lambda damage: told.append(damage.subject))
-    assert told == ["job/own-0/slot3"]
+    store.set_damage_handler(lambda damage: reports.append(damage.subject))
+    assert reports == ["job/own-0/slot3"]
     assert map_segment(path).read_records(3).state is SlotState.EMPTY
 
 
@@ -124,19 +118,10 @@ def test_segment_under_a_wrong_name_is_given_up(tmp_path: Path) -> None:
     path = store_with_a_slot(tmp_path / "segments")
     path.rename(path.parent / "own-1")
     store = SegmentStore(tmp_path / "segments", "n1", None)
-    told: list[str] = []
+    reports: list[str] = []
     assert adopt(store) == 0
-    store.set_damage_handler(lambda damage: told.append(damage.message))
-    assert "is discarded: the file holds the segment job/own-0" in told[0]
-
-
-def test_older_slot_layout_prevents_start_and_is_preserved(tmp_path: Path) -> None:
-    path = store_with_a_slot(tmp_path / "segments")
-    old = b"EVRSTEP\x01" + (1).to_bytes(4, "little") + bytes(8 * PAGE_BYTES)
-    path.write_bytes(old)
-    with pytest.raises(ConfigurationError, match="let the jobs that have slots here end under the release"):
-        SegmentAdoption(SegmentStore(tmp_path / "segments", "n1", None)).adopt_segments()
-    assert path.read_bytes() == old
+    store.set_damage_handler(lambda damage: reports.append(damage.message))
+    assert "is discarded: the file holds the segment job/own-0" in reports[0]
 
 
 def record_places(path: Path, slot: int) -> tuple[int, ...]:
@@ -172,6 +157,5 @@ def test_repair_at_restart_is_reported_to_the_next_supervisor(fleet: Vaults) -> 
 
 
 def versions(fleet: Vaults) -> set[Version]:
-    answer = fleet.all[0].client().ask(local.Inventory, job=JOB)
-    assert isinstance(answer, local.InventoryAnswer)
+    answer = fleet.all[0].client().inventory()
     return {slot.version for slot in answer.slots}

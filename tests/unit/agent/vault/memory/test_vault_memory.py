@@ -1,23 +1,22 @@
-"""What a vault may still take of a node's memory."""
+"""The memory of a node that a vault may still take."""
 
 from __future__ import annotations
 
 import errno
 import gc
-import mmap
 import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from everstep.errors import EverstepError, OutOfSlotMemory, Unavailable
+from everstep.layout.segment_header import segment_bytes
 from everstep_agent.vault.memory import shared_memory
 from everstep_agent.vault.memory.segments import SegmentKey, SegmentStore
 from everstep_agent.vault.memory.shared_memory import MemoryBudget, PlannedFile
-
-from everstep.errors import EverstepError, OutOfSlotMemory, Unavailable
-from everstep.layout.slots import segment_bytes
-from tests.support.vaults import DEADLINE_S, JOB
+from tests.support.vaults.vault_process import DEADLINE_S, JOB
 
 PAGES = 1 << 20
 ONE = segment_bytes(1, PAGES)
@@ -99,38 +98,6 @@ def test_allocated_pages_of_a_new_segment_are_not_counted_twice(shared: Path, mo
     assert store.budget.free_bytes() == 0
 
 
-def test_unallocated_pages_of_a_new_file_are_reserved(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ``make_huge`` leaves it: as long as it will be, and with hardly any pages."""
-    monkeypatch.setattr(shared_memory, "_available_memory", lambda: 10 * mmap.PAGESIZE)
-    budget, path = MemoryBudget(shared, None), shared / "slots"
-    with budget.reserve(path, 6 * mmap.PAGESIZE, "slots"):
-        with path.open("wb") as file:
-            file.write(bytes(mmap.PAGESIZE))
-            file.truncate(6 * mmap.PAGESIZE)
-        assert budget.free_bytes() == 5 * mmap.PAGESIZE
-
-
-def test_concurrent_parts_of_one_file_count_as_one_file(tmp_path: Path) -> None:
-    budget, path = MemoryBudget(tmp_path, 100_000), tmp_path / "landing"
-    with budget.reserve(path, 30_000, "its first part"), budget.reserve(path, 80_000, "its second part"):
-        assert budget.free_bytes() == 20_000
-        path.write_bytes(bytes(80_000))
-        assert budget.free_bytes() == 20_000
-    assert budget.free_bytes() == 20_000
-
-
-def test_path_reserved_again_after_its_rename_is_released(tmp_path: Path) -> None:
-    budget, draft = MemoryBudget(tmp_path, 100_000), tmp_path / "draft"
-    with budget.reserve(draft, 30_000, "the first"):
-        draft.write_bytes(b"")
-        budget.rename(draft, tmp_path / "slots")
-        again = budget.reserve(draft, 50_000, "the second")
-        again.__enter__()
-    assert budget.free_bytes() == 50_000
-    again.__exit__(None, None, None)
-    assert budget.free_bytes() == 100_000
-
-
 def test_directory_over_the_limit_has_nothing_free(tmp_path: Path) -> None:
     (tmp_path / "slots").write_bytes(bytes(60_000))
     budget = MemoryBudget(tmp_path, 50_000)
@@ -142,20 +109,9 @@ def test_directory_over_the_limit_has_nothing_free(tmp_path: Path) -> None:
         pass
 
 
-def test_free_bytes_without_limit_is_the_machine_memory(tmp_path: Path) -> None:
-    budget = MemoryBudget(tmp_path, None)
-    with budget.reserve(tmp_path / "a", budget.free_bytes() // 2, "half of it"):
-        pass
-    with (
-        pytest.raises(OutOfSlotMemory, match=r"enlarge that file system|raise the memory limit"),
-        budget.reserve(tmp_path / "a", 1 << 60, "all"),
-    ):
-        pass
-
-
 @pytest.mark.promise("memory-limit")
 def test_replaced_or_forgotten_segment_is_freed_at_once(shared: Path) -> None:
-    """It may be hundreds of gigabytes, and a quiet vault looks for cycles of garbage once in a long while."""
+    """A segment may have hundreds of gigabytes, and a quiet vault rarely collects garbage."""
     store = SegmentStore(shared, "n1", None)
     gc.disable()
     try:
@@ -189,7 +145,7 @@ def test_kernel_refusal_during_creation_states_a_fix(
     store = SegmentStore(shared, "n1", None)
     with monkeypatch.context() as patch:
 
-        def refuse(*args: object, **how: object) -> None:
+        def refuse(*args: object, **options: object) -> None:
             raise OSError(number, os.strerror(number))
 
         patch.setattr(os, call, refuse)
@@ -221,4 +177,18 @@ def test_vault_leaves_a_share_of_shared_memory(tmp_path: Path, monkeypatch: pyte
     with pytest.raises(OutOfSlotMemory, match="stay free for the script's data loaders: enlarge /dev/shm"):
         budget.require_room([PlannedFile(places / "own-0", 13 << 20)], "a slot", "keep fewer")
     Room.f_bavail = 20 << 20  # the loaders take more than their share
+    assert budget.free_bytes() == 0
+
+
+@pytest.mark.promise("memory-fits")
+def test_request_over_group_limit_is_refused_with_arithmetic(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    budget = MemoryBudget(tmp_path, None)
+    monkeypatch.setattr(shared_memory, "cgroup_available_bytes", lambda: 70_000)
+    assert budget.free_bytes() == 70_000
+    with (
+        pytest.raises(OutOfSlotMemory, match=r"needs 70001 bytes; .* has 70000 free .*: raise the memory limit of the"),
+        budget.reserve(tmp_path / "slots", 70_001, "five slots"),
+    ):
+        pass
+    monkeypatch.setattr(shared_memory, "cgroup_available_bytes", lambda: -5)
     assert budget.free_bytes() == 0

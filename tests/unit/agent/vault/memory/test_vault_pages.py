@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from everstep_agent.vault.memory.shared_memory import MPOL_DEFAULT, MPOL_PREFERRED, has_huge_pages, prefer_numa_node
 
 MOUNTS = """\
@@ -34,20 +35,8 @@ GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
         ("/mnt/alwaysnot", False),
     ],
 )
-def test_the_innermost_mount_decides_whether_pages_are_huge(directory: str, huge: bool) -> None:
+def test_innermost_mount_decides_whether_pages_are_huge(directory: str, huge: bool) -> None:
     assert has_huge_pages(Path(directory), MOUNTS, "") is huge
-
-
-@pytest.mark.parametrize(
-    ("setting", "mounted_plain", "mounted_for_them"),
-    [("deny", False, False), ("force", True, True), ("always", False, True), ("never", False, True)],
-)
-def test_kernel_setting_forces_or_denies_huge_pages(setting: str, mounted_plain: bool, mounted_for_them: bool) -> None:
-    """``always``, ``within_size``, ``advise`` and ``never`` are for memory without a mount that is seen."""
-    words = "always within_size advise never deny force".replace(setting, f"[{setting}]")
-    assert has_huge_pages(Path("/dev/shm/everstep"), MOUNTS, words) is mounted_plain
-    assert has_huge_pages(Path("/mnt/always"), MOUNTS, words) is mounted_for_them
-    assert not has_huge_pages(Path("/srv/slots"), MOUNTS, words)
 
 
 HUGE_SEGMENT = """

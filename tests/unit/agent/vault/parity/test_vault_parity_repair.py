@@ -1,4 +1,4 @@
-"""What rots in P or Q, or in a shard that only they keep, is made again from what is left of its group."""
+"""Corrupt parity, or a shard that only parity holds, is rebuilt from the rest of its group."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from everstep.ids import Version
-from everstep.layout.slots import CHUNK_BYTES, PAGE_BYTES, SegmentView, chunk_count
+from everstep.layout.segment_header import PAGE_BYTES
+from everstep.layout.slots import CHUNK_BYTES, SegmentView, chunk_count
 from everstep.native import DIGEST_BYTES
 from everstep.vocabulary import FindingKind
-from everstep.wire.v1 import local
-from tests.support.forked import ForkPool
-from tests.support.parity_group import NODES, Group, started
-from tests.support.vaults import JOB, map_segment
+from tests.support.processes.fork_pool import ForkPool
+from tests.support.vaults.vault_process import JOB, map_segment
+from tests.unit.agent.vault.parity.parity_group import NODES, Group, started
 
 SCRUB = ("--scrub-interval-s", "0.02")
 
@@ -24,7 +23,7 @@ def group(program_forks: ForkPool) -> Iterator[Group]:
     """n1, p and q are scrubbed."""
     with started(program_forks, dict.fromkeys(("n1", "p", "q"), SCRUB)) as fleet:
         group = Group(fleet)
-        group.protected()
+        group.protect_all()
         yield group
 
 
@@ -34,7 +33,7 @@ def view_of(group: Group, node: str) -> SegmentView:
 
 
 def mended(group: Group, node: str, place: int | None) -> str:
-    """Flips a bit of the payload, or with None of the manifest; what is told, once all is as it was."""
+    """Flip a bit of the payload, or with None of the manifest, and return the report after the repair."""
     view = view_of(group, node)
     ((slot, header),) = view.sealed_slots()
     before = bytes(view.payload(slot))
@@ -75,23 +74,3 @@ def test_corrupt_unreplicated_shard_is_rebuilt_from_parity(group: Group) -> None
         assert "repaired from its parity group" in mended(group, "n1", place)
     group.forget_nodes(("n3", "p"), 2)
     assert "the slot is discarded" in mended(group, "n1", 8), "Q alone bears one loss, and n3 is one"
-
-
-def test_shard_of_an_unprotected_version_is_not_rebuilt(group: Group) -> None:
-    group.ranks[0].fill(1, Version(1, 6), group.payloads[0][:5000])
-    view = view_of(group, "n1")
-    view.payload(1)[3] ^= 1
-    told = group.fleet.supervisors["n1"].finding().finding.finding
-    assert told.subject == "job/rank10/1:6"
-    assert "the slot is discarded" in told.message
-
-
-def test_restarted_parity_node_still_rebuilds_its_row(group: Group) -> None:
-    home = group.fleet.all[NODES.index("p")]
-    home.kill()
-    home.start()
-    group.fleet.configure(generation=2)
-    assert "repaired from its parity group" in mended(group, "p", 77)
-    answer = group.protect("p", generation=2)
-    assert isinstance(answer, local.Protected), answer
-    assert not isinstance(answer, local.RequestFailed)

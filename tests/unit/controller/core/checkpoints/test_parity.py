@@ -1,19 +1,18 @@
-"""Versions is complete after: who is told to make it, when it counts, and what is gone back to."""
+"""Parity of committed versions: the nodes that make it, when it counts, and the restored version."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from everstep_controller.core.checkpoints.restore_points import compute_restorability
-from everstep_controller.core.effects import Effect
 
 from everstep.errors import NotFound, StaleGeneration, Unavailable
 from everstep.ids import Version
-from everstep.vocabulary import JobState
 from everstep.wire.v1.directives import ProtectVersion, StopJob, VersionNotice
 from everstep.wire.v1.vault_reports import VersionProtected
-from tests.support.core_fleet import CoreFleet, audits, sent
+from everstep_controller.core.checkpoints.restore_points import compute_restorability
+from everstep_controller.core.effects import Effect
+from tests.support.fleet.core_fleet import CoreFleet, logged_sentences, sent
 
 SIX = tuple(f"n{at + 1}" for at in range(6))
 
@@ -24,51 +23,26 @@ def _fleet(nodes: int = 6, **spec: Any) -> CoreFleet:
     return fleet
 
 
-def _commit(fleet: CoreFleet, step: int, **how: Any) -> list[Effect]:
+def _commit(fleet: CoreFleet, step: int, **options: Any) -> list[Effect]:
     fleet.progress(step)
     fleet.state.job_runtime["job"].commits.candidate_step = step
-    return fleet.seal(step, **how)
+    return fleet.seal(step, **options)
 
 
-def _made(fleet: CoreFleet, node: str, order: ProtectVersion, members: str = "m", **said: Any) -> list[Effect]:
-    made = {} if "code" in said else {group.group: members for group in order.groups}
+def _made(fleet: CoreFleet, node: str, order: ProtectVersion, members: str = "m", **fields: Any) -> list[Effect]:
+    made = {} if "code" in fields else {group.group: members for group in order.groups}
     return fleet.report(
-        node, VersionProtected(job="job", at=fleet.now, version=order.version, **({"members_digests": made} | said))
+        node, VersionProtected(job="job", at=fleet.now, version=order.version, **({"members_digests": made} | fields))
     )
 
 
-def _protect(fleet: CoreFleet, step: int, **how: Any) -> Version:
-    """Commits a version, and every home makes its parity."""
-    orders = sent(_commit(fleet, step, **how), ProtectVersion)
+def _protect(fleet: CoreFleet, step: int, **options: Any) -> Version:
+    """Commit a version, and report its parity from every parity node."""
+    orders: dict[str, ProtectVersion] = sent(_commit(fleet, step, **options), ProtectVersion)
     assert orders
     for node, order in orders.items():
         _made(fleet, node, order)
     return order.version
-
-
-def test_parity_order_goes_to_parity_nodes_and_pins_version() -> None:
-    fleet = _fleet()
-    effects = _commit(fleet, 10)
-    orders = sent(effects, ProtectVersion)
-    groups = {group.group: group for order in orders.values() for group in order.groups}
-    assert sorted(rank for group in groups.values() for rank, _ in group.members) == list(range(6))
-    for node, order in orders.items():
-        assert all(node in group.parity for group in order.groups)
-    assert {node for group in groups.values() for node in group.parity} == set(orders)
-    assert sent(effects, VersionNotice)["n1"].pinned == (Version(1, 10),)
-
-
-def test_parity_counts_when_all_nodes_report_same_members() -> None:
-    fleet = _fleet()
-    *others, last = sent(_commit(fleet, 10), ProtectVersion).items()
-    for node, order in others:
-        _made(fleet, node, order)
-    assert fleet.job().parity.active is None
-    effects = _made(fleet, *last)
-    shielded = fleet.job().parity.active
-    assert shielded is not None
-    assert shielded.protection.version == Version(1, 10)
-    assert "is complete after" in audits(effects, "parity.kept")[0]
 
 
 @pytest.mark.promise("parity")
@@ -79,13 +53,13 @@ def test_parity_of_differing_members_is_abandoned() -> None:
         _made(fleet, node, order, members="a")
     effects = _made(fleet, *last, members="b")
     assert fleet.job().parity.active is None
-    assert "different shards" in audits(effects, "parity.given_up")[0]
+    assert "different shards" in logged_sentences(effects, "parity.given_up")[0]
 
 
 def test_previous_parity_version_stays_until_next_is_complete() -> None:
     fleet = _fleet()
     old = _protect(fleet, 10)
-    fleet.advance(fleet.policy.parity_interval_s + 0.1, *SIX)
+    fleet.advance(fleet.policy.checkpoints.parity_interval_s + 0.1, *SIX)
     effects = _commit(fleet, 40)
     orders = sent(effects, ProtectVersion)
     assert {order.keep for order in orders.values()} == {(old,)}
@@ -98,31 +72,6 @@ def test_previous_parity_version_stays_until_next_is_complete() -> None:
     assert sent(_commit(fleet, 60), VersionNotice)["n1"].pinned == (Version(1, 40),)
 
 
-def test_parity_respects_the_policy_interval() -> None:
-    fleet = _fleet()
-    _protect(fleet, 10)
-    assert not sent(_commit(fleet, 11), ProtectVersion)
-    fleet.advance(fleet.policy.parity_interval_s + 0.1, *SIX)
-    assert sent(_commit(fleet, 40), ProtectVersion)
-
-
-def test_parity_order_is_repeated_until_answered() -> None:
-    fleet = _fleet()
-    *others, (silent, _) = sent(_commit(fleet, 10), ProtectVersion).items()
-    for node, own in others:
-        _made(fleet, node, own)
-    again = sent(fleet.advance(2 * fleet.policy.vault_order_retry_s, *SIX), ProtectVersion)
-    assert list(again) == [silent]
-    fleet.restart()
-    for node in SIX:
-        fleet.beat(node)
-    again = sent(fleet.advance(2 * fleet.policy.vault_order_retry_s, *SIX), ProtectVersion)
-    assert set(again) == {silent, *(node for node, _ in others)}
-    for node, own in again.items():
-        _made(fleet, node, own)
-    assert fleet.job().parity.active is not None
-
-
 def test_parity_is_abandoned_and_regrouped_after_node_loss() -> None:
     fleet = _fleet()
     _commit(fleet, 10)
@@ -131,24 +80,16 @@ def test_parity_is_abandoned_and_regrouped_after_node_loss() -> None:
     assert fleet.job().parity.pending is None
     assert len(fleet.seats()) == 5
     fleet.resume(step=11)
-    fleet.advance(fleet.policy.vault_order_retry_max_s, *SIX[:5])
+    fleet.advance(fleet.policy.checkpoints.vault_order_retry_max_s, *SIX[:5])
     orders = sent(_commit(fleet, 50), ProtectVersion)
     assert {len(group.members) for order in orders.values() for group in order.groups} == {2, 3}
-
-
-def test_parity_backoff_is_capped_by_policy() -> None:
-    fleet = _fleet()
-    node, order = next(iter(sent(_commit(fleet, 10), ProtectVersion).items()))
-    fleet.job().parity.failures_in_row = 5000
-    _made(fleet, node, order, code=NotFound.code, message="no")
-    assert fleet.job().parity.not_before == fleet.now + fleet.policy.vault_order_retry_max_s
 
 
 @pytest.mark.parametrize("code", [NotFound.code, Unavailable.code])
 def test_failed_parity_is_abandoned_and_delayed(code: str) -> None:
     fleet = _fleet()
     node, order = next(iter(sent(_commit(fleet, 10), ProtectVersion).items()))
-    for _ in range(1 if code == NotFound.code else fleet.policy.vault_order_failures):
+    for _ in range(1 if code == NotFound.code else fleet.policy.checkpoints.vault_order_failures):
         assert fleet.job().parity.pending is not None
         _made(fleet, node, order, code=code, message="no")
     assert fleet.job().parity.pending is None
@@ -174,35 +115,19 @@ def test_restore_rule_names_the_parity_version() -> None:
     assert rule.pinned == (version,)
 
 
-def test_restorability_accounts_for_parity() -> None:
-    fleet = _fleet(replicas=1)
-    version = _protect(fleet, 10)
-    _commit(fleet, 12)
-    told = {one.name: one for one in compute_restorability(fleet.state, fleet.job()).loss_forecasts}
-    assert told["n1"].restorable
-    assert told["n1"].fallback_version == version
-    assert f"version {version} can be rebuilt from parity" in told["n1"].sentence
-    assert told["n1, n2"].restorable
-    fleet.disconnect("n6")
-    fleet.advance(30, *SIX[:5])
-    told = {one.name: one for one in compute_restorability(fleet.state, fleet.job()).loss_forecasts}
-    assert told["n1"].fallback_version == version
-    assert not told["n1, n2"].restorable
-
-
 def test_ungrouped_nodes_are_named_and_counted_as_exposed() -> None:
     fleet = _fleet(5, parity_group_size=2, replicas=1)
     effects = _commit(fleet, 10)
-    alone = audits(effects, "parity.grouped")[0]
+    alone = logged_sentences(effects, "parity.grouped")[0]
     for node, order in sent(effects, ProtectVersion).items():
         _made(fleet, node, order)
-    told = {
-        one.name: one.restorable
-        for one in compute_restorability(fleet.state, fleet.job()).loss_forecasts
-        if one.kind == "node"
+    forecasts = {
+        forecast.name: forecast.restorable
+        for forecast in compute_restorability(fleet.state, fleet.job()).loss_forecasts
+        if forecast.kind == "node"
     }
     assert alone.endswith("; n5 have neither parity nor a copy")
-    assert {node for node, whole in told.items() if not whole} == {"n5"}
+    assert {node for node, whole in forecasts.items() if not whole} == {"n5"}
 
 
 def test_parity_of_possibly_corrupt_version_is_dropped() -> None:
@@ -220,33 +145,18 @@ def test_parity_of_possibly_corrupt_version_is_dropped() -> None:
     assert fleet.job().parity.active is None
 
 
-def test_job_end_releases_parity() -> None:
-    fleet = _fleet()
-    _protect(fleet, 10)
-    fleet.finish()
-    assert fleet.job_state() is JobState.FINISHED
-    assert (fleet.job().parity.active, fleet.job().parity.pending) == (None, None)
-
-
 @pytest.mark.parametrize(
-    ("spec", "words"),
+    ("spec", "text"),
     [
         ({"parity_group_size": 1, "max_nodes": 4}, "parity of one member"),
         ({"parity_group_size": 4, "max_nodes": 3}, "parity needs 4 nodes"),
         ({"parity_group_size": 4, "max_nodes": 6, "min_nodes": 3, "replicas": 1}, "continues with 3"),
     ],
 )
-def test_impossible_parity_settings_are_refused(spec: dict[str, int], words: str) -> None:
+def test_impossible_parity_settings_are_refused(spec: dict[str, Any], text: str) -> None:
     fleet = CoreFleet()
     fleet.register("n1")
     fleet.beat("n1")
     fleet.join("n1", **spec)
     assert "job" not in fleet.state.jobs
-    assert words in sent(fleet.effects, StopJob)["n1"].reason
-
-
-def test_job_without_parity_sends_no_parity_orders() -> None:
-    fleet = _fleet(parity_group_size=0)
-    assert not sent(_commit(fleet, 10), ProtectVersion)
-    fleet.lose_rank(0)
-    assert fleet.spec().restore.protection is None
+    assert text in sent(fleet.effects, StopJob)["n1"].reason

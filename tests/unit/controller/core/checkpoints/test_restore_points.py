@@ -1,16 +1,15 @@
-"""What a job has to go back to, place by place, in the order in which it would."""
+"""The restore points of a job by storage tier, in the order in which the job would use them."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from everstep_controller.core.checkpoints.restore_points import list_checkpoints
-
 from everstep.ids import Version
 from everstep.wire.v1.directives import ProtectVersion, SpillVersion
 from everstep.wire.v1.training import SpillPlan
 from everstep.wire.v1.vault_reports import VersionProtected, VersionSpilled
-from tests.support.core_fleet import CoreFleet, sent
+from everstep_controller.core.checkpoints.restore_points import list_checkpoints
+from tests.support.fleet.core_fleet import CoreFleet, sent
 
 SIX = tuple(f"n{at + 1}" for at in range(6))
 
@@ -29,15 +28,17 @@ def _commit(fleet: CoreFleet, step: int) -> tuple[dict[str, ProtectVersion], dic
 
 
 def _places(fleet: CoreFleet) -> list[tuple[str, str, str, bool]]:
-    told = list_checkpoints(fleet.state, fleet.job())
-    return [(str(one.version), one.storage_tier, one.state, one.restorable) for one in told.versions]
+    listed = list_checkpoints(fleet.state, fleet.job())
+    return [
+        (str(version.version), version.storage_tier, version.state, version.restorable) for version in listed.versions
+    ]
 
 
 def test_no_restore_point_exists_before_first_commit() -> None:
     fleet = _fleet()
-    told = list_checkpoints(fleet.state, fleet.job())
-    assert told.versions == ()
-    assert told.sentence == "no checkpoint of job job can be restored"
+    listed = list_checkpoints(fleet.state, fleet.job())
+    assert listed.versions == ()
+    assert listed.sentence == "no checkpoint of job job can be restored"
 
 
 def test_restore_points_order_memory_parity_storage() -> None:
@@ -52,17 +53,17 @@ def test_restore_points_order_memory_parity_storage() -> None:
         made = {group.group: "m" for group in order.groups}
         fleet.report(node, VersionProtected(job="job", at=fleet.now, version=order.version, members_digests=made))
     for node, spill in spills.items():
-        said = VersionSpilled(
+        report = VersionSpilled(
             job="job", at=fleet.now, version=spill.version, attempt=0, url="/s/job/a", complete=node == "n6"
         )
-        fleet.report(node, said)
+        fleet.report(node, report)
     assert _places(fleet) == [
         ("1:10", "memory", "complete", True),
         ("1:10", "parity", "complete", True),
         ("1:10", "storage", "complete", True),
     ]
-    told = list_checkpoints(fleet.state, fleet.job())
-    assert told.sentence.startswith("after a loss now, job job goes back to 1:10 or a newer one: it is committed")
+    listed = list_checkpoints(fleet.state, fleet.job())
+    assert listed.sentence.startswith("after a loss now, job job goes back to 1:10 or a newer one: it is committed")
 
 
 def test_restore_points_fall_back_to_parity_then_storage() -> None:
@@ -72,10 +73,10 @@ def test_restore_points_fall_back_to_parity_then_storage() -> None:
         made = {group.group: "m" for group in order.groups}
         fleet.report(node, VersionProtected(job="job", at=fleet.now, version=order.version, members_digests=made))
     for node, spill in spills.items():
-        said = VersionSpilled(
+        report = VersionSpilled(
             job="job", at=fleet.now, version=spill.version, attempt=0, url="/s/job/a", complete=node == "n6"
         )
-        fleet.report(node, said)
+        fleet.report(node, report)
     fleet.disconnect("n1")
     fleet.disconnect("n2")
     fleet.advance(30, *SIX[2:])
@@ -89,10 +90,10 @@ def test_restore_points_fall_back_to_parity_then_storage() -> None:
 def test_restore_points_report_spill_failures() -> None:
     fleet = _fleet(spill=SpillPlan(every_steps=10, url="/s"))
     _, spills = _commit(fleet, 10)
-    said = VersionSpilled(
+    report = VersionSpilled(
         job="job", at=fleet.now, version=Version(1, 10), attempt=0, code="not_found", message="overwritten"
     )
-    fleet.report(next(iter(spills)), said)
-    told = list_checkpoints(fleet.state, fleet.job())
-    assert told.spills_failed == 1
-    assert "overwritten" in told.last_error
+    fleet.report(next(iter(spills)), report)
+    listed = list_checkpoints(fleet.state, fleet.job())
+    assert listed.spills_failed == 1
+    assert "overwritten" in listed.last_error

@@ -1,4 +1,4 @@
-"""What the controller finds itself is judged by its rule, as what agents find is: no shorter way to an eviction."""
+"""The controller's own findings, which are judged by rules as agents' findings are."""
 
 from __future__ import annotations
 
@@ -6,18 +6,16 @@ from typing import Any
 
 import msgspec
 import pytest
-from everstep_controller.core.effects import PutVerdict, RequestRemediation
-from everstep_controller.core.events import ProbeRequested, RemediationFinished
-from everstep_controller.core.jobs.stragglers import STRAGGLER_KEY as SLOW
-from everstep_controller.core.policy import CorePolicy, Rulebook
-from everstep_controller.rulebook import with_rules
 
 from everstep.vocabulary import Action, FindingKind, Mode, NodeState
 from everstep.wire.v1.training import ProbeFinished
-from tests.support.core_fleet import CoreFleet, audits, decisions, generations
-from tests.support.findings import xid
-
-FLAPS = f"{FindingKind.RANK_FLAPPING}/ranks"
+from everstep_controller.core.effects import RequestRemediation
+from everstep_controller.core.events import ProbeRequested
+from everstep_controller.core.jobs.stragglers import STRAGGLER_KEY as SLOW
+from everstep_controller.core.policy import CorePolicy, Rulebook
+from everstep_controller.policy.rulebook import with_rules
+from tests.support.fleet.core_fleet import CoreFleet, decisions
+from tests.support.fleet.findings import xid
 
 
 def _policy(kind: FindingKind, knobs: dict[str, Any] | None = None, **keys: Any) -> CorePolicy:
@@ -25,8 +23,12 @@ def _policy(kind: FindingKind, knobs: dict[str, Any] | None = None, **keys: Any)
     policy = with_rules(CorePolicy.lab_preset())
     kinds = dict(policy.rules.rules_by_kind)
     kinds[kind] = (*kinds[kind][:-1], msgspec.structs.replace(kinds[kind][-1], **keys))
-    quick = {"straggler_windows": 5, "straggler_count": 4, "rank_flap_count": 3, "job_failure_window_s": 20.0}
-    return msgspec.structs.replace(policy, rules=Rulebook(kinds), **(quick | (knobs or {})))
+    quick: dict[str, dict[str, float]] = {
+        "stragglers": {"windows": 5, "count": 4},
+        "regroups": {"rank_flap_count": 3, "failure_window_s": 20.0},
+    }
+    policy = msgspec.structs.replace(policy, rules=Rulebook(kinds))
+    return policy.with_values(**quick).with_values(**(knobs or {}))
 
 
 def _fleet(policy: CorePolicy, nodes: int = 4, spares: int = 1, **spec: int) -> CoreFleet:
@@ -50,36 +52,13 @@ def _flap(fleet: CoreFleet, job: str = "job") -> list[tuple[str, str]]:
     return decisions(fleet.effects[before:])
 
 
-def _last_words(fleet: CoreFleet, node: str) -> str:
-    return [e.verdict.sentence for e in fleet.effects if isinstance(e, PutVerdict) and e.verdict.node == node][-1]
-
-
-# --- mode --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", [Mode.OBSERVE, Mode.RECOMMEND])
 def test_straggler_is_replaced_in_observe_and_recommend_mode(mode: Mode) -> None:
     fleet = _fleet(_policy(FindingKind.RANK_STRAGGLER, mode=mode))
-    said = _slow(fleet, 14)
-    assert said == ([("n2", "recommend")] if mode is Mode.RECOMMEND else [])
+    decided = _slow(fleet, 14)
+    assert decided == ([("n2", "recommend")] if mode is Mode.RECOMMEND else [])
     assert fleet.seats() == ["n1", "n5", "n3", "n4"]
     assert fleet.node_state("n2") is NodeState.HEALTHY
-
-
-def test_straggler_is_evicted_in_enforce_mode_with_one_regroup() -> None:
-    fleet = _fleet(_policy(FindingKind.RANK_STRAGGLER, mode=Mode.ENFORCE))
-    assert _slow(fleet, 14) == [("n2", "evict")]
-    assert [spec.reason for spec in generations(fleet.effects)] == ["formed", "straggler"]
-    assert "rule rank.straggler: occurrence 1 of 1; next action (1 of 2): drain until it clears" in _last_words(
-        fleet, "n2"
-    )
-
-
-def test_job_shrinks_when_straggler_is_evicted_without_spare() -> None:
-    fleet = _fleet(_policy(FindingKind.RANK_STRAGGLER, mode=Mode.ENFORCE), spares=0)
-    assert _slow(fleet, 14) == [("n2", "evict")]
-    assert fleet.seats() == ["n1", "n3", "n4"]
-    assert fleet.spec().after_step is not None, "while it computes nothing is broken, so it leaves at a boundary"
 
 
 @pytest.mark.promise("rules-have-sources")
@@ -100,43 +79,19 @@ def test_divergent_node_is_not_reported_in_observe_mode() -> None:
     assert fleet.spec().reason == "corruption", "what is restored is no question of blame"
 
 
-# --- what spares a node ------------------------------------------------------------------------------------------
-
-
-def test_straggler_verdict_waits_for_rule_repeat_count() -> None:
-    policy = _policy(FindingKind.RANK_STRAGGLER, mode=Mode.ENFORCE, n_of_m=(2, 3), window_s=3600.0)
-    fleet = _fleet(policy, spares=0)
-    assert _slow(fleet, 14) == []
-    fleet.train(24, {})
-    assert SLOW not in fleet.state.nodes["n2"].health.controller_findings
-    assert _slow(fleet, 14) == [("n2", "evict")]
-    assert "occurrence 2 of 2 within 3600 s" in _last_words(fleet, "n2")
-
-
-def test_flapping_during_boot_grace_is_judged_afterwards() -> None:
-    fleet = _fleet(
-        _policy(FindingKind.RANK_FLAPPING, {"job_failure_window_s": 600.0}, mode=Mode.ENFORCE, boot_grace_s=60.0)
-    )
-    assert _flap(fleet) == []
-    fleet.advance(50.0, *fleet.state.nodes)
-    assert fleet.node_state("n1") is NodeState.HEALTHY
-    fleet.advance(15.0, *fleet.state.nodes)
-    assert fleet.node_state("n1") is NodeState.QUARANTINED
-
-
 @pytest.mark.promise("rules-have-sources")
 def test_flapping_on_many_nodes_is_judged_correlated() -> None:
     fleet = CoreFleet(_policy(FindingKind.RANK_FLAPPING, mode=Mode.ENFORCE))
     nodes = [f"n{number}" for number in range(1, 9)]
     fleet.register(*nodes)
-    said = []
+    decided = []
     for number in range(0, 8, 2):
         job = f"job{number}"
         fleet.join(*nodes[number : number + 2], job=job, min_nodes=1, max_nodes=2)
         fleet.resume(job=job)
-        said += _flap(fleet, job)
-    assert [decision for _, decision in said] == ["evict", "evict", *["correlated"] * 4]
-    assert [node for node, _ in said].count("n1") == [node for node, _ in said].count("n3") == 2  # and taken back
+        decided += _flap(fleet, job)
+    assert [decision for _, decision in decided] == ["evict", "evict", *["correlated"] * 4]
+    assert [node for node, _ in decided].count("n1") == [node for node, _ in decided].count("n3") == 2  # and taken back
     assert fleet.node_state("n1") is fleet.node_state("n3") is NodeState.PROBATION
 
 
@@ -154,8 +109,8 @@ def test_failing_partner_is_not_evicted_in_recommend_mode() -> None:
 
 
 def test_second_divergent_node_is_deferred_by_job_budget() -> None:
-    fleet = _fleet(_policy(FindingKind.DIGEST_MISMATCH, {"eviction_job_count": 1}), nodes=2, spares=1)
-    fleet.solos = False
+    fleet = _fleet(_policy(FindingKind.DIGEST_MISMATCH, {"budget": {"job_count": 1}}), nodes=2, spares=1)
+    fleet.pass_solo_diagnostics = False
     fleet.seal(4)
     fleet.seal(5, digests={0: "x", 1: "y"})
     for node in ("n1", "n2"):
@@ -165,49 +120,11 @@ def test_second_divergent_node_is_deferred_by_job_budget() -> None:
     assert fleet.seats() == ["n3", "n2"]
 
 
-# --- the way back ------------------------------------------------------------------------------------------------
-
-
-def test_evicted_straggler_rejoins_after_diagnostics() -> None:
-    fleet = _fleet(_policy(FindingKind.RANK_STRAGGLER, mode=Mode.ENFORCE), nodes=3, min_nodes=2)
-    _slow(fleet, 14)
-    assert fleet.job().membership.replaced_stragglers == {"n2": "n2 was replaced because it was slow"}
-    fleet.resume(step=400)
-    fleet.train(16, {})
-    assert fleet.node_state("n2") is NodeState.PROBATION
-    assert "memory check of n2" in audits(fleet.effects, "probe.started")[0]
-    for side in next(iter(fleet.state.probes.values())).nodes:
-        fleet.probe_result(side)
-    fleet.train(6, {})
-    assert fleet.node_state("n2") is NodeState.HEALTHY
-    assert fleet.job().membership.replaced_stragglers == {}
-
-
-def test_flapping_node_is_readmitted_to_job_after_diagnostics() -> None:
-    policy = _policy(FindingKind.RANK_FLAPPING, {"probe_required": False}, mode=Mode.ENFORCE)
-    fleet = _fleet(policy)
-    _flap(fleet)
-    assert "n1" in fleet.job().membership.excluded_nodes
-    fleet.advance(40.0, *fleet.state.nodes)
-    assert fleet.node_state("n1") is NodeState.HEALTHY
-    assert "n1" not in fleet.job().membership.excluded_nodes
-
-
-def test_finding_expiry_survives_controller_restart() -> None:
-    fleet = _fleet(_policy(FindingKind.RANK_FLAPPING))
-    _flap(fleet)
-    fleet.restart()
-    assert FLAPS in fleet.state.nodes["n1"].health.controller_findings
-    fleet.advance(21.0, *fleet.state.nodes)
-    assert FLAPS not in fleet.state.nodes["n1"].health.controller_findings
-    assert audits(fleet.effects, "finding.cleared") == ["rank.flapping/ranks was not seen again on n1"]
-
-
 def test_slow_link_node_is_readmitted_after_clear_time() -> None:
     fleet = _fleet(
         _policy(
             FindingKind.NETWORK_SLOW_LINK,
-            {"slow_link_bytes_per_s": 1e9, "eviction_count": 10, "probe_required": False},
+            {"probes": {"slow_link_bytes_per_s": 1e9, "required": False}, "budget": {"count": 10}},
             boot_grace_s=0.0,
             clear_s=5.0,
         )
@@ -223,9 +140,6 @@ def test_slow_link_node_is_readmitted_after_clear_time() -> None:
     assert fleet.node_state("n1") is NodeState.HEALTHY
 
 
-# --- diagnostics -------------------------------------------------------------------------------------------------
-
-
 def _fail_diagnostics(fleet: CoreFleet, **answer: Any) -> None:
     """The node's next memory check comes to this end."""
     for _ in range(100):
@@ -237,11 +151,11 @@ def _fail_diagnostics(fleet: CoreFleet, **answer: Any) -> None:
 
 
 def _on_its_way_back(policy: CorePolicy, remediation_mode: Mode = Mode.RECOMMEND) -> CoreFleet:
-    fleet = _fleet(msgspec.structs.replace(policy, offender_repair_score=99.0))
-    fleet.solos = False
+    fleet = _fleet(policy.with_values(offenders={"repair_score": 99.0}))
+    fleet.pass_solo_diagnostics = False
     fleet.raise_finding("n2", xid())
     fleet.clear_finding("n2", xid().key)
-    fleet.policy = fleet.state.policy = msgspec.structs.replace(fleet.policy, remediation_mode=remediation_mode)
+    fleet.policy = fleet.state.policy = fleet.policy.with_values(remediation={"mode": remediation_mode})
     return fleet
 
 
@@ -255,20 +169,10 @@ def test_failed_diagnostics_climb_the_remediation_ladder() -> None:
     reboots = [
         e.remediation for e in fleet.effects if isinstance(e, RequestRemediation) and e.remediation.kind == "reboot"
     ]
-    assert [remedy.node for remedy in reboots] == ["n2"]
+    assert [remediation.node for remediation in reboots] == ["n2"]
     course = fleet.state.nodes["n2"].quarantine.plan
     assert course is not None
     assert "memory" in course.required_diagnostics, "what it has to pass is what it had to pass before"
-
-
-def test_failed_diagnostics_repeat_in_recommend_mode() -> None:
-    policy = _policy(FindingKind.PROBE_FAILED, mode=Mode.RECOMMEND, coalesce_s=1.0)
-    fleet = _on_its_way_back(policy, Mode.ENFORCE)
-    for _ in range(3):
-        _fail_diagnostics(fleet)
-    assert fleet.node_state("n2") is NodeState.QUARANTINED
-    fleet.advance(1.0, *fleet.state.nodes)
-    assert {e.remediation.kind for e in fleet.effects if isinstance(e, RequestRemediation)} == {"cordon"}
 
 
 @pytest.mark.parametrize(("mode", "condemned"), [(Mode.ENFORCE, ["GPU-n2"]), (Mode.RECOMMEND, [])])
@@ -278,32 +182,3 @@ def test_wrong_result_condemns_gpus_only_in_enforce_mode(mode: Mode, condemned: 
     record = fleet.state.nodes["n2"]
     assert record.state is NodeState.QUARANTINED
     assert (record.quarantine.needs_operator, record.health.defective_gpus) == (bool(condemned), condemned)
-
-
-def test_memory_reset_does_not_clear_compute_finding() -> None:
-    fleet = _on_its_way_back(_policy(FindingKind.MEMORY_WRONG), Mode.ENFORCE)
-    _fail_diagnostics(fleet, wrong_result=True)
-    record = fleet.state.nodes["n2"]
-    (memory,) = record.health.controller_findings.values()
-    wrong = msgspec.structs.replace(memory, kind=FindingKind.COMPUTE_WRONG)
-    record.health.controller_findings[wrong.key] = wrong
-    fleet.advance(5.0, *fleet.state.nodes)
-    (reset,) = (
-        e.remediation for e in fleet.effects if isinstance(e, RequestRemediation) and e.remediation.kind == "reset_gpu"
-    )
-    fleet.feed(RemediationFinished(remediation_id=reset.id, node="n2", succeeded=True, trace=fleet.trace()))
-    assert list(record.health.controller_findings) == [wrong.key]
-    assert record.quarantine.needs_operator
-
-
-def test_divergent_node_with_deferred_eviction_stays_out() -> None:
-    fleet = _fleet(_policy(FindingKind.DIGEST_MISMATCH), min_nodes=4)
-    fleet.state.fleet.breaker_reason = "latched"
-    fleet.seal(4)
-    assert decisions(fleet.seal(5, digests={1: "bad"})) == [("n2", "defer_eviction")]
-    fleet.disconnect("n2")
-    fleet.advance(2.0, "n1", "n3", "n4", "n5")
-    assert fleet.node_state("n2") is NodeState.LOST
-    fleet.register("n2")
-    assert fleet.node_state("n2") is NodeState.QUARANTINED
-    assert fleet.state.nodes["n2"].health.defective_gpus == ["GPU-n2"]

@@ -1,4 +1,4 @@
-"""What is asked of the outside: cordons that follow, cures one after the other and under caps, repair with evidence."""
+"""Node states and remediation: cordons, a ladder of actions under limits, and repair with evidence."""
 
 from __future__ import annotations
 
@@ -6,41 +6,39 @@ from typing import Any
 
 import msgspec
 import pytest
+
+from everstep.vocabulary import Action, Finding, FindingKind, Mode, NodeState, ProbeKind, Severity
+from everstep.wire.v1.training import ProbeFinished
 from everstep_controller.core.effects import Effect, Remediation, RemediationKind, RequestRemediation
 from everstep_controller.core.events import OperatorAction, RemediationFinished
 from everstep_controller.core.health.offences import collect_evidence
 from everstep_controller.core.policy import CorePolicy
-
-from everstep.vocabulary import Action, Finding, FindingKind, Mode, NodeState, ProbeKind, Severity
-from everstep.wire.v1.agent import Gpu
-from everstep.wire.v1.directives import RunProbe
-from everstep.wire.v1.training import ProbeFinished
-from tests.support.core_fleet import CoreFleet, audits, decisions, sent
-from tests.support.findings import port_down, xid
+from tests.support.fleet.core_fleet import CoreFleet, decisions, logged_sentences
+from tests.support.fleet.findings import port_down, xid
 
 EVERYONE = [f"n{i}" for i in range(1, 6)]
 HEALTHY = {"n1", "n3", "n4", "n5"}
 RESERVE_S = 121.0
-"""In which an eviction may still be taken back, so that nobody is given to people."""
+"""Seconds during which an outbreak may still roll back an eviction, so that no remediation starts."""
 
 
 def _fleet(**knobs: Any) -> CoreFleet:
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab_preset(), **({"remediation_mode": Mode.ENFORCE} | knobs)))
+    fleet = CoreFleet(CorePolicy.lab_preset().with_values(remediation={"mode": Mode.ENFORCE}).with_values(**knobs))
     fleet.start(4, 1)
     fleet.seal(10)
     return fleet
 
 
-def _asked(effects: list[Effect]) -> list[Remediation]:
+def _remediations(effects: list[Effect]) -> list[Remediation]:
     return [effect.remediation for effect in effects if isinstance(effect, RequestRemediation)]
 
 
 def _kinds(effects: list[Effect]) -> list[str]:
-    return [str(remedy.kind) for remedy in _asked(effects)]
+    return [str(remediation.kind) for remediation in _remediations(effects)]
 
 
 def _leave_jobs(fleet: CoreFleet) -> list[Effect]:
-    """The boundary is crossed and every rank of the next generation steps; a moment passes."""
+    """Cross the boundary, step with every rank of the next generation, and let a moment pass."""
     before = len(fleet.effects)
     fleet.resume(step=40)
     fleet.advance(1.5, *EVERYONE)
@@ -48,12 +46,12 @@ def _leave_jobs(fleet: CoreFleet) -> list[Effect]:
 
 
 def _report(fleet: CoreFleet, kind: RemediationKind, *, ok: bool = True, detail: str = "") -> list[Effect]:
-    """The newest remedy of the kind has ended."""
+    """Report the end of the newest remediation of the kind."""
     before = len(fleet.effects)
-    remedy = next(one for one in reversed(_asked(fleet.effects)) if one.kind is kind)
+    remediation = next(request for request in reversed(_remediations(fleet.effects)) if request.kind is kind)
     fleet.feed(
         RemediationFinished(
-            remediation_id=remedy.id, node=remedy.node, succeeded=ok, detail=detail, trace=fleet.trace()
+            remediation_id=remediation.id, node=remediation.node, succeeded=ok, detail=detail, trace=fleet.trace()
         )
     )
     fleet.advance(0.01, *EVERYONE)
@@ -74,28 +72,15 @@ def _readmitted(fleet: CoreFleet) -> list[Effect]:
     return [*fleet.order(OperatorAction.READMIT, node="n2"), *_through_probation(fleet)]
 
 
-def _hung(cure: Action = Action.RESET_GPU) -> Finding:
-    return xid(119, cure)
+def _hung_gpu(action: Action = Action.RESET_GPU) -> Finding:
+    return xid(119, action)
 
 
 def _reset_due() -> CoreFleet:
     fleet = _fleet()
-    fleet.raise_finding("n2", _hung())
+    fleet.raise_finding("n2", _hung_gpu())
     assert _kinds(_leave_jobs(fleet)) == ["reset_gpu"]
     return fleet
-
-
-# --- cordons -----------------------------------------------------------------------------------------------------
-
-
-def test_evicted_node_is_cordoned_then_uncordoned_when_healthy() -> None:
-    fleet = _fleet(remediation_mode=Mode.RECOMMEND)
-    cordon = _asked(fleet.raise_finding("n2", xid()))
-    assert [(one.kind, one.node, one.verdict_id) for one in cordon] == [(RemediationKind.CORDON, "n2", "n2-1")]
-    fleet.clear_finding("n2", xid().key)
-    assert _kinds(_through_probation(fleet)) == ["uncordon"]
-    ids = [one.id for one in _asked(fleet.effects)]
-    assert len(set(ids)) == len(ids)
 
 
 def test_every_removal_cordons_except_a_lost_node() -> None:
@@ -112,136 +97,56 @@ def test_failed_cordon_is_retried_and_later_undone() -> None:
     fleet = _fleet()
     fleet.order(OperatorAction.HOLD, node="n2")
     _report(fleet, RemediationKind.CORDON, ok=False, detail="the scheduler is away")
-    assert "the scheduler is away" in audits(fleet.effects, "remediation.failed")[-1]
+    assert "the scheduler is away" in logged_sentences(fleet.effects, "remediation.failed")[-1]
     assert _kinds(fleet.order(OperatorAction.REPAIR, node="n2")) == ["cordon", "repair"]
     _report(fleet, RemediationKind.CORDON, ok=False, detail="the scheduler is away")
     assert _kinds(_readmitted(fleet)) == ["uncordon"]
 
 
-def test_repaired_node_is_uncordoned_after_failed_cordon() -> None:
-    fleet = _fleet()
-    fleet.order(OperatorAction.REPAIR, node="n2")
-    _report(fleet, RemediationKind.CORDON, ok=False, detail="the scheduler does not answer")
-    _report(fleet, RemediationKind.REPAIR)
-    assert _kinds(_readmitted(fleet)) == ["uncordon"]
-
-
-def test_remediation_ids_contain_the_controller_epoch() -> None:
-    fleet = _fleet()
-    fleet.state.epoch = 7
-    assert _asked(fleet.order(OperatorAction.HOLD, node="n2"))[0].id.startswith("remediation-7-")
-
-
-# --- the ladder --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.promise("remediation-caps")
 def test_remediation_starts_after_node_has_left_its_jobs() -> None:
     fleet = _fleet()
-    fleet.raise_finding("n2", _hung())
+    fleet.raise_finding("n2", _hung_gpu())
     fleet.advance(0.2, *EVERYONE)
     assert "reset_gpu" not in _kinds(fleet.effects)
-    reset = _asked(_leave_jobs(fleet))
-    assert [one.kind for one in reset] == [RemediationKind.RESET_GPU]
+    reset = _remediations(_leave_jobs(fleet))
+    assert [request.kind for request in reset] == [RemediationKind.RESET_GPU]
     assert reset[0].gpu_uuids == ("GPU-n2",)
     assert reset[0].verdict_id == "n2-1"
 
 
-def test_successful_remediation_leads_to_diagnostics() -> None:
-    fleet = _reset_due()
-    fleet.solos = False
-    _report(fleet, RemediationKind.RESET_GPU)
-    before = len(fleet.effects)
-    fleet.clear_finding("n2", _hung().key)
-    fleet.advance(2.5, *EVERYONE)
-    assert fleet.node_state("n2") is NodeState.PROBATION
-    assert sent(fleet.effects[before:], RunProbe)["n2"].kind is ProbeKind.MEMORY
-
-
 def test_recovered_node_waits_for_pending_remediation() -> None:
     fleet = _reset_due()
-    fleet.clear_finding("n2", _hung().key)
+    fleet.clear_finding("n2", _hung_gpu().key)
     fleet.advance(2.5, *EVERYONE)
     for node in next(iter(fleet.state.probes.values())).nodes:
         fleet.probe_result(node)
-    fleet.advance(CorePolicy.lab_preset().remediation_timeout_s + 5.0, *EVERYONE)
+    fleet.advance(CorePolicy.lab_preset().remediation.timeout_s + 5.0, *EVERYONE)
     assert fleet.node_state("n2") is NodeState.PROBATION
     _report(fleet, RemediationKind.RESET_GPU)
     assert fleet.node_state("n2") is NodeState.HEALTHY
-
-
-def test_remediation_request_carries_its_deadline() -> None:
-    fleet = _reset_due()
-    (reset,) = (remedy for remedy in _asked(fleet.effects) if remedy.kind is RemediationKind.RESET_GPU)
-    course = fleet.state.nodes["n2"].quarantine.plan
-    assert course is not None
-    assert reset.deadline == course.remediation_deadline == reset.at + fleet.policy.remediation_timeout_s
-
-
-def test_remediation_refers_to_the_evicting_verdict() -> None:
-    """The node that has to leave at the boundary is in a tie of digests before it does."""
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy.lab_preset(), remediation_mode=Mode.ENFORCE))
-    fleet.solos = False
-    fleet.start(2, 1)
-    fleet.seal(10)
-    assert decisions(fleet.raise_finding("n2", _hung())) == [("n2", "evict")]
-    tie = fleet.seal(20, digests={0: "a", 1: "b"})
-    assert ("n2", "no_action") in decisions(tie)
-    assert not any("n2 is suspected and stays in service" in sentence for sentence in audits(tie, "verdict.no_action"))
-    fleet.resume(step=40)
-    fleet.advance(2.5, *EVERYONE[:3])
-    (reset,) = (remedy for remedy in _asked(fleet.effects) if remedy.kind is RemediationKind.RESET_GPU)
-    assert reset.verdict_id == "n2-1"
-
-
-def test_unreported_remediation_leads_to_next_step() -> None:
-    fleet = _reset_due()
-    assert _kinds(fleet.advance(31.0, *EVERYONE)) == ["reboot"]
 
 
 @pytest.mark.promise("remediation-caps")
 def test_last_ladder_step_is_repair_with_evidence() -> None:
     fleet = _reset_due()
     _report(fleet, RemediationKind.RESET_GPU, ok=False, detail="busy")
-    assert _asked(_report(fleet, RemediationKind.REBOOT, ok=False, detail="no power")) == []
-    repair = _asked(fleet.advance(RESERVE_S, *EVERYONE))
+    assert _remediations(_report(fleet, RemediationKind.REBOOT, ok=False, detail="no power")) == []
+    repair = _remediations(fleet.advance(RESERVE_S, *EVERYONE))
     assert fleet.node_state("n2") is NodeState.REPAIR
     assert ("n2", "repair") in decisions(fleet.effects)
-    assert [one.kind for one in repair] == [RemediationKind.REPAIR]
+    assert [request.kind for request in repair] == [RemediationKind.REPAIR]
     evidence = repair[0].evidence
     assert evidence is not None
     assert [finding.xid for finding in evidence.findings] == [119]
     assert [note.kind for note in evidence.history].count("action") >= 4
 
 
-def test_recurring_fault_takes_next_step() -> None:
-    fleet = _fleet()
-    fleet.raise_finding("n2", _hung())
-    _leave_jobs(fleet)
-    _report(fleet, RemediationKind.RESET_GPU)
-    fleet.clear_finding("n2", _hung().key)
-    fleet.order(OperatorAction.READMIT, node="n2")
-    fleet.probe_result("n1")
-    fleet.probe_result("n2")
-    fleet.advance(61.0, *EVERYONE)
-    assert fleet.node_state("n2") is NodeState.HEALTHY
-    before = len(fleet.effects)
-    fleet.raise_finding("n2", _hung())
-    fleet.advance(1.5, *EVERYONE)
-    assert "reboot" in _kinds(fleet.effects[before:])
-
-
 def test_strongest_action_of_several_causes_is_taken() -> None:
     fleet = _fleet()
-    fleet.raise_finding("n2", _hung())
+    fleet.raise_finding("n2", _hung_gpu())
     fleet.raise_finding("n2", msgspec.structs.replace(xid(79, Action.DRAIN), subject="GPU-1"))
     assert _kinds(_leave_jobs(fleet)) == ["reboot"]
-
-
-def test_ladder_continues_after_controller_restart() -> None:
-    fleet = _reset_due()
-    fleet.restart()
-    assert _kinds(_report(fleet, RemediationKind.RESET_GPU, ok=False, detail="busy")) == ["reboot"]
 
 
 def test_wrong_memory_probe_leads_to_reset_and_retry() -> None:
@@ -249,7 +154,7 @@ def test_wrong_memory_probe_leads_to_reset_and_retry() -> None:
     fleet.order(OperatorAction.EVICT, node="n2")
     fleet.resume(step=40)
     fleet.state.nodes["n2"].quarantine.plan.required_diagnostics = (ProbeKind.MEMORY,)  # type: ignore[union-attr]
-    fleet.solos = False
+    fleet.pass_solo_diagnostics = False
     fleet.order(OperatorAction.READMIT, node="n2")
     name = next(iter(fleet.state.probes))
     fleet.report("n2", ProbeFinished(probe=name, ok=False, wrong_result=True, detail="3 words"))
@@ -273,7 +178,7 @@ def test_reset_does_not_readmit_divergent_node() -> None:
     )
     record.quarantine.causes.append(finding.key)
     _report(fleet, RemediationKind.RESET_GPU)
-    fleet.clear_finding("n2", _hung().key)
+    fleet.clear_finding("n2", _hung_gpu().key)
     fleet.advance(4.0, *EVERYONE)
     assert fleet.node_state("n2") is not NodeState.PROBATION
     assert fleet.state.nodes["n2"].quarantine.needs_operator
@@ -282,20 +187,17 @@ def test_reset_does_not_readmit_divergent_node() -> None:
 def test_remediation_skips_node_evicted_by_operator() -> None:
     fleet = _fleet()
     fleet.order(OperatorAction.EVICT, node="n2")
-    fleet.raise_finding("n2", _hung())
+    fleet.raise_finding("n2", _hung_gpu())
     fleet.resume(step=40)
     fleet.advance(5.0, *EVERYONE)
     assert _kinds(fleet.effects) == ["cordon"]
-    assert "an operator took n2 out" in audits(fleet.effects, "remediation.blocked")[-1]
-
-
-# --- caps --------------------------------------------------------------------------------------------------------
+    assert "an operator took n2 out" in logged_sentences(fleet.effects, "remediation.blocked")[-1]
 
 
 @pytest.mark.promise("remediation-caps")
 def test_remediation_limit_per_node_leads_to_repair() -> None:
-    fleet = _fleet(remediations_per_node=1)
-    fleet.raise_finding("n2", _hung())
+    fleet = _fleet(remediation={"per_node": 1})
+    fleet.raise_finding("n2", _hung_gpu())
     _leave_jobs(fleet)
     _report(fleet, RemediationKind.RESET_GPU, ok=False, detail="busy")
     assert _kinds(fleet.advance(RESERVE_S, *EVERYONE)) == ["repair"]
@@ -304,36 +206,36 @@ def test_remediation_limit_per_node_leads_to_repair() -> None:
 
 @pytest.mark.promise("remediation-caps")
 def test_remediation_limit_of_fleet_delays_and_is_reported_once() -> None:
-    fleet = _fleet(remediations_per_fleet=1, remediation_fleet_window_s=60.0)
-    fleet.raise_finding("n2", _hung())
+    fleet = _fleet(remediation={"per_fleet": 1, "fleet_window_s": 60.0})
+    fleet.raise_finding("n2", _hung_gpu())
     _leave_jobs(fleet)
-    fleet.raise_finding("n3", _hung())
+    fleet.raise_finding("n3", _hung_gpu())
     fleet.resume(step=60)
     before = len(fleet.effects)
     fleet.advance(20.0, *EVERYONE)
     assert _kinds(fleet.effects[before:]) == []
-    assert len(audits(fleet.effects, "remediation.blocked")) == 1
+    assert len(logged_sentences(fleet.effects, "remediation.blocked")) == 1
     fleet.advance(45.0, *EVERYONE)
-    assert next((one.kind, one.node) for one in _asked(fleet.effects[before:])) == (RemediationKind.RESET_GPU, "n3")
+    assert next((request.kind, request.node) for request in _remediations(fleet.effects[before:])) == (
+        RemediationKind.RESET_GPU,
+        "n3",
+    )
 
 
 def test_remediation_waits_for_database() -> None:
     fleet = _fleet()
-    fleet.raise_finding("n2", _hung())
+    fleet.raise_finding("n2", _hung_gpu())
     fleet.state.database_outage = "no route"
     assert _kinds(_leave_jobs(fleet)) == []
     fleet.state.database_outage = ""
     fleet.advance(5.0, *EVERYONE)
 
 
-# --- diagnostics -------------------------------------------------------------------------------------------------
-
-
 def _on_probation(finding: Finding) -> CoreFleet:
-    fleet = _fleet(remediation_mode=Mode.RECOMMEND)
+    fleet = _fleet(remediation={"mode": Mode.RECOMMEND})
     fleet.raise_finding("n2", finding)
     fleet.resume(step=40)
-    fleet.solos = False
+    fleet.pass_solo_diagnostics = False
     fleet.clear_finding("n2", finding.key)
     fleet.advance(2.5, *EVERYONE)
     assert fleet.node_state("n2") is NodeState.PROBATION
@@ -341,7 +243,7 @@ def _on_probation(finding: Finding) -> CoreFleet:
 
 
 def _pass(fleet: CoreFleet) -> ProbeKind:
-    """The node passes the diagnostic that it is at."""
+    """The node passes its current diagnostic."""
     name, probe = next(iter(fleet.state.probes.items()))
     for node in probe.nodes:
         fleet.report(node, ProbeFinished(probe=name, ok=True))
@@ -350,7 +252,7 @@ def _pass(fleet: CoreFleet) -> ProbeKind:
 
 @pytest.mark.promise("probation")
 def test_probation_runs_the_required_diagnostics_repeatedly() -> None:
-    ecc = msgspec.structs.replace(_hung(), kind=FindingKind.GPU_ECC_UNCORRECTABLE, xid=None)
+    ecc = msgspec.structs.replace(_hung_gpu(), kind=FindingKind.GPU_ECC_UNCORRECTABLE, xid=None)
     fleet = _on_probation(ecc)
     fleet.advance(4.0, *EVERYONE)
     passed = []
@@ -361,32 +263,8 @@ def test_probation_runs_the_required_diagnostics_repeatedly() -> None:
     assert fleet.node_state("n2") is NodeState.HEALTHY
 
 
-def test_wrong_compute_probe_keeps_node_out_until_gpu_replaced() -> None:
-    fleet = _on_probation(_hung())
-    _pass(fleet)
-    name = next(iter(fleet.state.probes))
-    said = decisions(fleet.report("n2", ProbeFinished(probe=name, ok=False, wrong_result=True, detail="1 place")))
-    assert said == [("n2", "quarantine")]
-    fleet.advance(300.0, *EVERYONE)
-    assert fleet.node_state("n2") is NodeState.QUARANTINED
-    new = Gpu(index=0, uuid="GPU-new", name="virtual", pci_bus_id="0", memory_bytes=1)
-    fleet.register("n2", gpus=(new,))
-    fleet.advance(1.0, *EVERYONE)
-    assert fleet.node_state("n2") is NodeState.PROBATION
-
-
-def test_failed_diagnostic_without_result_is_retried() -> None:
-    fleet = _on_probation(_hung())
-    name = next(iter(fleet.state.probes))
-    said = decisions(fleet.report("n2", ProbeFinished(probe=name, ok=False, started=True, detail="out of memory")))
-    assert said == [("n2", "quarantine")]
-    fleet.advance(2.5, *EVERYONE)
-    assert fleet.node_state("n2") is NodeState.PROBATION
-    assert next(iter(fleet.state.probes.values())).kind is ProbeKind.MEMORY
-
-
 def test_quarantine_requires_cause_clear_for_rule_time() -> None:
-    fleet = _fleet(remediation_mode=Mode.RECOMMEND)
+    fleet = _fleet(remediation={"mode": Mode.RECOMMEND})
     fleet.advance(301.0, *EVERYONE)
     port = port_down()
     fleet.raise_finding("n2", port)
@@ -400,36 +278,13 @@ def test_quarantine_requires_cause_clear_for_rule_time() -> None:
     assert fleet.node_state("n2") is NodeState.PROBATION
 
 
-def test_many_returning_nodes_take_turns_with_partners() -> None:
-    fleet = CoreFleet()
-    fleet.register(*[f"m{i}" for i in range(8)])
-    for i in range(1, 8):
-        fleet.disconnect(f"m{i}")
-    fleet.advance(40.0, "m0")
-    for i in range(1, 8):
-        fleet.hear(f"m{i}")
-    for _ in range(200):
-        pairs = [probe for probe in fleet.state.probes.values() if len(probe.nodes) == 2]
-        members = [node for probe in pairs for node in probe.nodes]
-        assert len(members) == len(set(members))
-        if not pairs and all(fleet.node_state(f"m{i}") is NodeState.HEALTHY for i in range(8)):
-            return
-        if pairs:
-            _pass(fleet)
-        fleet.advance(1.0, *[f"m{i}" for i in range(8)])
-    raise AssertionError("not all came back")
-
-
-# --- dry runs ----------------------------------------------------------------------------------------------------
-
-
 def _dry_run(fleet: CoreFleet, kind: RemediationKind) -> list[Effect]:
-    """The newest remedy of the kind was only written to the log."""
+    """Report that the newest remediation of the kind was only logged."""
     before = len(fleet.effects)
-    remedy = next(one for one in reversed(_asked(fleet.effects)) if one.kind is kind)
+    remediation = next(request for request in reversed(_remediations(fleet.effects)) if request.kind is kind)
     fleet.feed(
         RemediationFinished(
-            remediation_id=remedy.id, node=remedy.node, succeeded=True, dry_run=True, trace=fleet.trace()
+            remediation_id=remediation.id, node=remediation.node, succeeded=True, dry_run=True, trace=fleet.trace()
         )
     )
     fleet.advance(0.01, *EVERYONE)
@@ -439,8 +294,8 @@ def _dry_run(fleet: CoreFleet, kind: RemediationKind) -> list[Effect]:
 def test_evidence_marks_a_dry_run() -> None:
     fleet = _reset_due()
     effects = _dry_run(fleet, RemediationKind.RESET_GPU)
-    (said,) = audits(effects, "remediation.confirmed")
-    assert said == "reset gpu of n2 would have been carried out (dry run: nothing was done)"
+    (sentence,) = logged_sentences(effects, "remediation.confirmed")
+    assert sentence == "reset gpu of n2 would have been carried out (dry run: nothing was done)"
     evidence = collect_evidence(fleet.state, "n2", fleet.now)
     actions = [note.sentence for note in evidence.history if note.kind == "action"]
     assert actions[-1].endswith("would have been carried out (dry run: nothing was done)")
@@ -458,6 +313,6 @@ def test_evidence_lists_performed_resets() -> None:
 def test_ineffective_dry_run_is_reported_failed() -> None:
     fleet = _reset_due()
     _dry_run(fleet, RemediationKind.RESET_GPU)
-    effects = fleet.advance(fleet.policy.remediation_settle_s + 1.0, *EVERYONE)
-    (said,) = audits(effects, "remediation.failed")
-    assert said == "reset gpu of n2 was only a dry run, but the finding is still active"
+    effects = fleet.advance(fleet.policy.remediation.settle_s + 1.0, *EVERYONE)
+    (sentence,) = logged_sentences(effects, "remediation.failed")
+    assert sentence == "reset gpu of n2 was only a dry run, but the finding is still active"

@@ -7,13 +7,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from everstep_controller.core.events import OperatorAction, RemediationFinished, Tick
-from everstep_controller.core.health.node_state import TRANSITIONS, set_state
-from everstep_controller.core.transition import Transition
 
 from everstep.vocabulary import NodeState
-from tests.support.core_fleet import CoreFleet
-from tests.support.findings import xid
+from everstep_controller.core.events import OperatorAction, Tick
+from everstep_controller.core.health.node_state import TRANSITIONS, set_state
+from everstep_controller.core.transition import Transition
+from tests.support.fleet.core_fleet import CoreFleet
 
 ROOT = Path(__file__).parents[5]
 OTHERS = ("n1", "n2", "n3")
@@ -40,7 +39,7 @@ def _disconnect(fleet: CoreFleet) -> None:
 
 
 def _hear(fleet: CoreFleet) -> None:
-    fleet.hear("n4")
+    fleet.mark_seen("n4")
 
 
 def _wait(fleet: CoreFleet) -> None:
@@ -53,15 +52,6 @@ def _fall_silent_before_late_tick(fleet: CoreFleet) -> None:
         for node in OTHERS:
             fleet.touch(node)
     fleet.feed(Tick(trace=fleet.trace()))
-
-
-def _raise(fleet: CoreFleet) -> None:
-    fleet.raise_finding("n4", xid())
-
-
-def _clear(fleet: CoreFleet) -> None:
-    fleet.clear_finding("n4", xid().key)
-    fleet.advance(4.0, *OTHERS, "n4")
 
 
 def _pass_probation(fleet: CoreFleet) -> None:
@@ -120,30 +110,6 @@ def test_listed_transition_happens(before: NodeState, after: NodeState) -> None:
     for step in STEPS[before, after]:
         step(fleet)
     assert fleet.node_state("n4") is after
-
-
-def test_quarantined_node_is_held_when_causes_clear() -> None:
-    fleet = _fleet()
-    _raise(fleet)
-    HOLD(fleet)
-    assert fleet.node_state("n4") is NodeState.QUARANTINED
-    _clear(fleet)
-    assert fleet.node_state("n4") is NodeState.HELD
-
-
-def test_silent_node_is_suspect_after_probation() -> None:
-    fleet = _fleet()
-    for step in ENTRY[NodeState.PROBATION]:
-        step(fleet)
-    plan = fleet.state.nodes["n4"].quarantine.plan
-    assert plan is not None
-    plan.pending_remediation_id = "remediation-1"
-    _pass_probation(fleet)
-    _disconnect(fleet)
-    assert fleet.node_state("n4") is NodeState.PROBATION
-    fleet.feed(RemediationFinished(remediation_id="remediation-1", node="n4", succeeded=True, trace=fleet.trace()))
-    fleet.advance(0.1, *OTHERS)
-    assert fleet.node_state("n4") is NodeState.SUSPECT
 
 
 def test_every_listed_transition_has_a_test() -> None:

@@ -1,22 +1,23 @@
-"""The same fault on many nodes that do not serve yet: on probation in their seats or outside, back from a power loss,
-or new. Nobody is out for it in the end, no job pauses, and no offence stays."""
+"""The same fault on many nodes that are out of service: on probation, back from a power loss, or new.
+
+The outbreak evicts no node in the end, pauses no job, and leaves no offence.
+"""
 
 from __future__ import annotations
 
-import msgspec
 import pytest
-from everstep_controller.core.events import OperatorAction, SchedulerStateChanged
-from everstep_controller.core.policy import CorePolicy
 
 from everstep.vocabulary import Action, JobState, NodeState
-from tests.support.core_fleet import CoreFleet, audits, decisions
-from tests.support.findings import xid
+from everstep_controller.core.events import OperatorAction, SchedulerStateChanged
+from everstep_controller.core.policy import CorePolicy
+from tests.support.fleet.core_fleet import CoreFleet, decisions, logged_sentences
+from tests.support.fleet.findings import xid
 
 DRIVERS = xid(119, Action.RESET_GPU)
 
 
 def _fleet(nodes: int, **shape: int) -> tuple[CoreFleet, list[str]]:
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy(), probe_required=False))
+    fleet = CoreFleet(CorePolicy().with_values(probes={"required": False}))
     fleet.start(nodes, **shape)
     fleet.seal(10)
     return fleet, list(fleet.state.nodes)
@@ -35,7 +36,7 @@ def _states(fleet: CoreFleet, names: list[str]) -> set[NodeState]:
 def _all_well(fleet: CoreFleet, names: list[str]) -> None:
     assert [fleet.state.nodes[node].history.offence_score for node in names] == [0.0] * len(names)
     assert fleet.state.fleet.recent_evictions == []
-    assert len(audits(fleet.effects, "fleet.correlated_finding")) == 1
+    assert len(logged_sentences(fleet.effects, "fleet.correlated_finding")) == 1
     fleet.advance(160.0, *names)
     assert _states(fleet, names) == {NodeState.HEALTHY}
     assert fleet.state.fleet.breaker_reason == ""
@@ -81,7 +82,7 @@ def test_outbreak_after_power_loss_evicts_none() -> None:
 @pytest.mark.promise("outbreaks-outside")
 @pytest.mark.parametrize("count", [2, 5, 20])
 def test_outbreak_in_new_fleet_evicts_none(count: int) -> None:
-    fleet = CoreFleet(msgspec.structs.replace(CorePolicy(), probe_required=False))
+    fleet = CoreFleet(CorePolicy().with_values(probes={"required": False}))
     names = [f"n{number}" for number in range(count)]
     for node in names:
         fleet.register(node, driver_version="570", findings=(DRIVERS,))
@@ -110,7 +111,7 @@ def test_seated_node_on_probation_waits_for_spare() -> None:
     before = len(fleet.effects)
     fleet.advance(60.0, *names)
     assert (fleet.job_state(), fleet.node_state("n2")) == (JobState.RUNNING, NodeState.PROBATION)
-    assert decisions(fleet.effects[before:]) == []  # it is said once
+    assert decisions(fleet.effects[before:]) == []  # the deferral is decided once
     fleet.register("n5")
     fleet.join("n5")
     fleet.advance(10.0, *names, "n5")

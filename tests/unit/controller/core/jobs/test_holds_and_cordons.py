@@ -1,15 +1,15 @@
-"""A hold, or somebody else's cordon, keeps new work away; what runs there goes on, where its job needs it."""
+"""A hold or a foreign cordon keeps new work away from a node; a job that needs the node keeps it."""
 
 from __future__ import annotations
 
 import pytest
-from everstep_controller.core.events import OperatorAction, SchedulerStateChanged
-from everstep_controller.core.policy import CorePolicy
 
 from everstep.errors import Conflict
 from everstep.vocabulary import JobState, NodeState
-from tests.support.core_fleet import CoreFleet
-from tests.support.findings import xid
+from everstep_controller.core.events import OperatorAction, SchedulerStateChanged
+from everstep_controller.core.policy import CorePolicy
+from tests.support.fleet.core_fleet import CoreFleet
+from tests.support.fleet.findings import xid
 
 FOUR = ["n1", "n2", "n3", "n4"]
 
@@ -38,7 +38,7 @@ def test_required_held_node_keeps_its_seat_in_regroup(by: str) -> None:
     assert (fleet.job_state(), fleet.seats()) == (JobState.RUNNING, FOUR)
     assert fleet.job().status.sentence.endswith("keeps all 4 nodes; it keeps n2, because the job needs 4 nodes")
     fleet.restart()
-    fleet.hear("n1", "n2", "n3", "n4")
+    fleet.mark_seen("n1", "n2", "n3", "n4")
     fleet.lose_rank(3)
     assert (fleet.job_state(), fleet.seats()) == (JobState.RUNNING, FOUR)
 
@@ -72,15 +72,6 @@ def test_held_node_with_evicting_finding_loses_its_seat() -> None:
     assert fleet.job_state() is JobState.PAUSED
 
 
-def test_held_node_without_replacement_rank_loses_its_seat() -> None:
-    fleet = _fleet()
-    _held(fleet, "hold", "n2")
-    fleet.lose_rank(1, replacement=False)
-    assert fleet.job_state() is JobState.PAUSED
-    fleet.order(OperatorAction.RELEASE, node="n2")
-    assert fleet.job_state() is JobState.PAUSED
-
-
 @pytest.mark.promise("held-nodes-keep-jobs")
 def test_held_node_leaves_for_maintenance() -> None:
     fleet = _fleet(min_nodes=3)
@@ -90,12 +81,3 @@ def test_held_node_leaves_for_maintenance() -> None:
     assert fleet.seats() == ["n1", "n3", "n4"]
     with pytest.raises(Conflict, match="job job needs 3 nodes and 2 would be left"):
         fleet.order(OperatorAction.DRAIN, node="n1")
-
-
-def test_held_node_does_not_count_when_another_drains() -> None:
-    fleet = _fleet(5)
-    _held(fleet, "hold", "n2")
-    with pytest.raises(Conflict, match="would be left"):
-        fleet.order(OperatorAction.DRAIN, node="n1")
-    fleet.raise_finding("n3", xid())
-    assert (fleet.job_state(), len(fleet.seats())) == (JobState.RUNNING, 5)

@@ -1,4 +1,4 @@
-"""Which nodes a job takes from others, against every roster there could be."""
+"""The nodes that a job takes from other jobs, compared with all possible rosters."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from itertools import combinations
 
 import pytest
-from everstep_controller.core.jobs.joining import PreemptionPlan, plan_preemption, preemptable_jobs
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from everstep.vocabulary import JobState
 from everstep.wire.v1.agent import Domain
-from tests.support.core_fleet import CoreFleet
-from tests.support.examples import examples
+from everstep_controller.core.jobs.joining import PreemptionPlan, plan_preemption, preemptable_jobs
+from tests.support.fleet.core_fleet import CoreFleet
+from tests.support.plugins.example_counts import examples
 
 WAITER, GIVERS = "waiter", ("low", "middle")
 NODES = [f"n{number}" for number in range(7)]
@@ -40,7 +40,7 @@ class World:
     most: dict[str, int]
 
     def runs(self, roster: Iterable[str]) -> bool:
-        """Whether the waiting job can run on exactly these."""
+        """Tell if the waiting job can run on exactly these nodes."""
         per_rack = Counter(self.rack[node] if self.shape.within else "" for node in roster)
         return all(count % self.shape.block == 0 for count in per_rack.values())
 
@@ -64,8 +64,14 @@ def _fleet(world: World) -> CoreFleet:
     for priority, name in enumerate(GIVERS):
         offered = sorted(world.offered[name])
         if len(offered) >= world.least[name]:
-            bounds = {"min_nodes": world.least[name], "max_nodes": world.most[name]}
-            fleet.join(*offered, job=name, **bounds, priority=priority, join_wait_s=1.0)
+            fleet.join(
+                *offered,
+                job=name,
+                min_nodes=world.least[name],
+                max_nodes=world.most[name],
+                priority=priority,
+                join_wait_s=1.0,
+            )
     fleet.advance(1.1, *NODES)
     shape = world.shape
     fleet.join(
@@ -82,7 +88,7 @@ def _fleet(world: World) -> CoreFleet:
 
 
 def _rosters(world: World, fleet: CoreFleet) -> Iterator[tuple[set[str], set[str]]]:
-    """Each roster that the waiting job could run with and that leaves every other its minimum, and what is taken."""
+    """Yield each roster of the waiting job that leaves the other jobs their minimum, with the nodes taken."""
     seated = {name: set(fleet.seats(name)) for name in GIVERS if _runs(fleet, name)}
     computing = set().union(*seated.values())
     for roster in map(set, combinations(sorted(world.offered[WAITER]), world.shape.least)):
@@ -92,7 +98,7 @@ def _rosters(world: World, fleet: CoreFleet) -> Iterator[tuple[set[str], set[str
 
 
 def _all_can_be_spared(world: World, fleet: CoreFleet) -> bool:
-    """Whether no other job would miss whatever the waiting one could use, in one domain and in the next."""
+    """Tell if no other job needs a node that the waiting job could use, in one domain after the other."""
     seated = {name: set(fleet.seats(name)) for name in GIVERS if _runs(fleet, name)}
     computing = set().union(*seated.values())
     left = {name: (seats | (world.offered[name] - computing)) - world.offered[WAITER] for name, seats in seated.items()}
@@ -119,7 +125,7 @@ def test_preemption_plan_matches_exhaustive_search(world: World) -> None:
         surely_found = not world.shape.within or _all_can_be_spared(world, fleet)
         assert not surely_found, "there is a way, and it is not found"
         return
-    taken = {node for one in plan.nodes_by_job.values() for node in one}
+    taken = {node for nodes in plan.nodes_by_job.values() for node in nodes}
     assert (set(plan.seats), taken) in possible
     assert not any(less < taken for _, less in possible), "no more than it needs"
     for name, some in plan.nodes_by_job.items():

@@ -1,4 +1,4 @@
-"""Whatever has happened: what is said of a generation that is over, or by a launcher that is, changes nothing."""
+"""Reports of an ended generation or of an ended launcher change nothing."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from typing import Any
 
 import msgspec
 import pytest
-from everstep_controller.core.effects import PutFleet, PutGeneration, PutJob, PutNode, PutVerdict, PutVersion
-from everstep_controller.core.policy import CorePolicy
-from everstep_controller.core.state import FleetState, HeartbeatState, NodeRuntime
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -28,8 +25,11 @@ from everstep.wire.v1.training import (
     UserError,
     VersionSealed,
 )
-from tests.support.core_fleet import CoreFleet
-from tests.support.examples import examples
+from everstep_controller.core.effects import PutFleet, PutGeneration, PutJob, PutNode, PutVerdict, PutVersion
+from everstep_controller.core.policy import CorePolicy
+from everstep_controller.core.state import FleetState, HeartbeatState, NodeRuntime
+from tests.support.fleet.core_fleet import CoreFleet
+from tests.support.plugins.example_counts import examples
 from tests.unit.controller.core.test_core_random import Act, histories, rank, step
 
 JOB = "a"
@@ -71,7 +71,7 @@ OF_GENERATIONS = (
 
 
 def _known(state: FleetState) -> dict[str, object]:
-    """All that is known but when nodes were heard, and what was ignored."""
+    """Return the whole state, without the times of messages, and the ignored reports."""
     live_nodes = {
         name: msgspec.structs.replace(live, heartbeats=HeartbeatState()) for name, live in state.node_runtime.items()
     }
@@ -98,8 +98,8 @@ def _changes_nothing(fleet: CoreFleet, node: str, words: AnyReport) -> None:
 
 def _hear_until_settled(fleet: CoreFleet, node: str) -> None:
     """What follows from the node's being there, by one event or by two, is no matter of what the node says."""
-    fleet.hear(node)
-    fleet.hear(node)
+    fleet.mark_seen(node)
+    fleet.mark_seen(node)
 
 
 def _after(history: list[Act]) -> CoreFleet:

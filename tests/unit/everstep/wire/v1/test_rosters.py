@@ -1,4 +1,4 @@
-"""A generation says its seats; ranks follow from them."""
+"""Ranks follow from the seats of a generation."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from everstep.wire.v1.agent import Gpu, Host
 from everstep.wire.v1.training import GenerationSpec, JobSpec
-from tests.support.generations import generation
+from tests.support.fleet.generations import generation
 
 SPEC: GenerationSpec = msgspec.structs.replace(
     generation(1), seats=("b", "a"), spec=JobSpec(job="j", max_nodes=2, nproc_per_node=2)
@@ -46,7 +47,28 @@ def test_roster_lookups_agree_with_the_roster(seats: list[str], each: int) -> No
     assert not spec.has_rank_on(seats[0], spec.world_size)
 
 
-def test_encoded_generation_size_is_independent_of_rank_count() -> None:
-    eight = msgspec.structs.replace(SPEC, spec=JobSpec(job="j", max_nodes=2, nproc_per_node=8))
-    assert len(msgspec.json.encode(eight)) == len(msgspec.json.encode(SPEC))
-    assert msgspec.json.decode(msgspec.json.encode(eight), type=GenerationSpec).roster == eight.roster
+GPU = Gpu(
+    index=0,
+    uuid="u",
+    name="H100",
+    pci_bus_id="0000:1b:00",
+    memory_bytes=1,
+    part_number="692-2G520",
+    vbios="96",
+    inforom="G5",
+)
+HOST = Host(vendor="NVIDIA", product="DGXH100", serial="1", chassis_serial="2", kernel="6.8.0-40-generic")
+
+
+@pytest.mark.parametrize(
+    ("text", "shared"),
+    [
+        (GPU, ("name", "pci_bus_id", "part_number", "vbios", "inforom")),
+        (HOST, ("vendor", "product", "kernel")),
+    ],
+)
+def test_equal_strings_of_registrations_are_interned(text: Gpu | Host, shared: tuple[str, ...]) -> None:
+    body = msgspec.json.encode(text)
+    first, other = (msgspec.json.decode(body, type=type(text)) for _ in range(2))
+    assert first == other == text
+    assert all(getattr(first, name) is getattr(other, name) for name in shared)

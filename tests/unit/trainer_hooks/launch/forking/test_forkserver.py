@@ -8,12 +8,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from everstep_trainer.launch.forking.forkserver import preload
 
 from everstep.errors import MalformedMessage
-from tests.support.forked import ROOT, ChildFailed, ForkPool, fork_pool
-from tests.support.processes import is_running
-from tests.support.waiting import until
+from everstep_trainer.launch.forking.forkserver import preload
+from tests.support.processes.fork_pool import ROOT, ChildFailed, ForkPool, fork_pool
+from tests.support.processes.process_table import is_running
+from tests.support.processes.waiting import until
 
 pytestmark = pytest.mark.slow  # starts processes
 
@@ -30,7 +30,7 @@ def sleep(*_: object) -> None:
     signal.pause()
 
 
-def who() -> dict[str, object]:
+def process_state() -> dict[str, object]:
     import gc
 
     return {
@@ -54,18 +54,6 @@ def start_grandchild(path: str) -> None:
     signal.pause()
 
 
-def hold_memory(path: str) -> None:
-    held = b"x" * (400 << 20)
-    Path(path).write_text(str(len(held)))
-    signal.pause()
-
-
-def draw() -> float:
-    import numpy
-
-    return float(numpy.random.random())
-
-
 def torch_state() -> tuple[bool, int]:
     import torch
 
@@ -79,14 +67,8 @@ def bare() -> Iterator[ForkPool]:
         yield pool
 
 
-def test_child_runs_its_given_function(bare: ForkPool) -> None:
-    children = [bare.start(add, n, 1) for n in range(5)]
-    assert [child.result() for child in children] == [1, 2, 3, 4, 5]
-    assert children[0].wait().code == 0
-
-
 def test_child_starts_with_clean_process_state(bare: ForkPool) -> None:
-    state = bare.start(who, environment={"NAME": "n"}).result()
+    state = bare.start(process_state, environment={"NAME": "n"}).result()
     descriptors = state.pop("descriptors")
     assert state == {
         "leads_session": True,
@@ -112,13 +94,6 @@ def test_a_death_by_signal_is_reported_as_such(bare: ForkPool) -> None:
     assert (end.pid, end.code, end.signal) == (child.pid, None, signal.SIGTERM)
 
 
-def test_signal_to_an_ended_child_does_nothing(bare: ForkPool) -> None:
-    child = bare.start(add, 1, 1)
-    child.wait()
-    child.signal(signal.SIGKILL)
-    assert bare.start(add, 1, 1).result() == 2
-
-
 def test_killed_child_ends_its_descendants(bare: ForkPool, tmp_path: Path) -> None:
     child = bare.start(start_grandchild, str(tmp_path / "pid"))
     until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text(), "its number")
@@ -129,27 +104,17 @@ def test_killed_child_ends_its_descendants(bare: ForkPool, tmp_path: Path) -> No
     until(lambda: not is_running(grandchild), "the grandchild's end")
 
 
+def server_of(pool: ForkPool) -> subprocess.Popen[bytes]:
+    assert pool._server is not None
+    return pool._server
+
+
 def test_children_die_when_their_server_is_killed(bare: ForkPool) -> None:
     pids = [bare.start(sleep, n).pid for n in range(3)]
-    bare._server.kill()
-    bare._server.wait()
+    server = server_of(bare)
+    server.kill()
+    server.wait()
     until(lambda: not any(map(is_running, pids)), "their end")
-
-
-def test_server_and_children_end_when_the_client_closes(bare: ForkPool) -> None:
-    pid = bare.start(sleep).pid
-    bare.close()
-    assert bare._server.returncode == 0
-    until(lambda: not is_running(pid), "its end")
-
-
-def test_ended_server_has_no_living_child(bare: ForkPool, tmp_path: Path) -> None:
-    """Also one that takes a while to die, since its memory is freed first."""
-    child = bare.start(hold_memory, str(tmp_path / "held"))
-    until(lambda: (tmp_path / "held").exists() and (tmp_path / "held").read_text(), "what it holds")
-    pid = child.pid
-    bare.close()
-    assert not is_running(pid)
 
 
 def test_oversized_message_is_refused_with_advice(bare: ForkPool) -> None:
@@ -180,10 +145,6 @@ def test_children_may_each_use_cuda(forks: ForkPool) -> None:
     assert [child.result() for child in [forks.start(compute_on_a_device) for _ in range(2)]] == [8.0, 8.0]
 
 
-def test_children_draw_different_random_numbers(forks: ForkPool) -> None:
-    assert forks.start(draw).result() != forks.start(draw).result()
-
-
 def test_missing_package_is_an_error_missing_submodule_is_not() -> None:
     command = "from everstep_trainer.launch.forking.forkserver import preload; preload({modules!r})"
 
@@ -197,21 +158,21 @@ def test_missing_package_is_an_error_missing_submodule_is_not() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "status", "said"),
+    ("source", "status", "refusal"),
     [
         ("value = 1", 0, ""),
         ("raise ValueError('no')", 1, "cannot be imported here: ValueError('no')"),
         ("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()", 1, "starts threads"),
     ],
 )
-def test_preload_refuses_fork_unsafe_modules(tmp_path: Path, source: str, status: int, said: str) -> None:
+def test_preload_refuses_fork_unsafe_modules(tmp_path: Path, source: str, status: int, refusal: str) -> None:
     (tmp_path / "mine.py").write_text(source)
     importing = "import sys; from everstep_trainer.launch.forking.forkserver import preload_requested as p"
     code = f"{importing}; p(); sys.modules['mine']"
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}", "EVERSTEP_PRELOAD": "mine"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == status, done.stderr
-    assert said in done.stderr
+    assert refusal in done.stderr
 
 
 def parent_of(pid: int) -> int:
@@ -223,29 +184,21 @@ def test_killed_server_is_replaced_without_another_import(bare: ForkPool) -> Non
     """The next one is forked from the same zygote, whose children have nothing left of the one before."""
     before = bare.start(sleep)
     server = parent_of(before.pid)
-    assert parent_of(server) == bare._server.pid
+    assert parent_of(server) == server_of(bare).pid
     os.kill(server, signal.SIGKILL)
     until(lambda: not is_running(before.pid), "the end of what it had forked")
-    bare.serve_anew()
+    bare.restart_server()
     after = bare.start(sleep)
     assert parent_of(after.pid) != server
-    assert parent_of(parent_of(after.pid)) == bare._server.pid
+    assert parent_of(parent_of(after.pid)) == server_of(bare).pid
 
 
 def test_stopped_server_ends_with_its_zygote(bare: ForkPool) -> None:
     child = bare.start(sleep)
     server = parent_of(child.pid)
     os.kill(server, signal.SIGSTOP)
-    bare._server.terminate()
-    assert bare._server.wait(60) == 0
+    zygote = server_of(bare)
+    zygote.terminate()
+    assert zygote.wait(60) == 0
     assert not is_running(server)
     assert not is_running(child.pid)
-
-
-def test_new_server_replaces_a_living_one(bare: ForkPool) -> None:
-    child = bare.start(sleep)
-    server = parent_of(child.pid)
-    bare.serve_anew()
-    assert bare.start(add, 1, 1).result() == 2
-    assert not is_running(server)
-    until(lambda: not is_running(child.pid), "the end of its child")

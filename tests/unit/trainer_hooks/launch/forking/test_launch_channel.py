@@ -7,9 +7,9 @@ import socket
 
 import msgspec
 import pytest
-from everstep_trainer.launch.forking.fork_messages import ControlChannel, make_socket_pair
 
 from everstep.errors import MalformedMessage
+from everstep_trainer.launch.forking.fork_messages import ControlChannel, make_socket_pair
 
 
 class Word(msgspec.Struct, tag=True):
@@ -40,7 +40,7 @@ def test_descriptors_of_a_malformed_message_are_closed() -> None:
     os.close(writable)
     with pytest.raises(MalformedMessage):
         channel.receive()
-    assert os.read(readable, 1) == b"", "nobody holds the other end any more"
+    assert os.read(readable, 1) == b"", "the writing end must be closed"
     os.close(readable)
     theirs.close()
     channel.close()

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from tests.support.launched import ROOT
+from tests.support.processes.launcher import ROOT
 
 pytest.importorskip("setproctitle")
 pytestmark = pytest.mark.slow  # a title is the process's, so each test has one of its own
@@ -41,9 +40,3 @@ def test_title_follows_the_rank_and_names_the_script() -> None:
         "everstep: standby of vit (train.py)|everstep-rank1",
         "everstep: rank 12 of vit (train.py)|everstep-rank1",
     ]
-
-
-def test_title_of_the_script_stays() -> None:
-    own = "import setproctitle; setproctitle.setproctitle('mine'); change_title('rank 12'); show()"
-    assert shown("set_first_title('standby', 'vit', 'train.py')\n" + own) == ["mine|mine"]
-    assert shown("import setproctitle; change_title('rank 12'); show()")[0].startswith(str(Path(sys.executable)))

@@ -16,14 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from everstep_trainer.launch.output.copier import OutputCopier, RawFile
-from everstep_trainer.launch.output.log_handlers import LauncherLog
-from everstep_trainer.launch.output.marks import KEPT_MARK, SHOWN_MARK
-from everstep_trainer.launch.output.screen import Screen
 
 from everstep.clock import ManualClock
 from everstep.errors import ConfigurationError
 from everstep.layout.kept_output import LAUNCHER_FILE, last_lines, rank_file
+from everstep_trainer.launch.output.copier import OutputCopier, RawFile
+from everstep_trainer.launch.output.log_handlers import LauncherLog
+from everstep_trainer.launch.output.marks import KEPT_MARK, SHOWN_MARK
+from everstep_trainer.launch.output.screen import Screen
 
 
 class Shown:
@@ -83,14 +83,6 @@ def test_output_to_one_file_keeps_its_order_and_bytes(tmp_path: Path) -> None:
     with copying(tmp_path) as (copier, shown):
         play(copier, write)
     assert shown.out == b"".join(b"out %d\n\rerr %d\xff\x1b[1m" % (number, number) for number in range(50))
-
-
-def test_two_files_stay_two(tmp_path: Path) -> None:
-    with copying(tmp_path, is_one=False) as (copier, shown):
-        play(copier, lambda out, err: print(os.write(out, b"a\n"), os.write(err, b"b\n")))
-        settle(copier)
-        copier.show_line("c")
-    assert (shown.out, shown.err) == (b"a\n", b"b\nc\n")
 
 
 def test_lines_of_everstep_stand_on_their_own_beside_a_bar(tmp_path: Path) -> None:
@@ -166,13 +158,6 @@ def test_tee_labels_whole_lines_and_files_have_all(tmp_path: Path) -> None:
         play(copier, lambda out, err: print(os.write(out, b"one\ntwo"), os.write(err, b"three\n")))
     assert (shown.out, shown.err) == (b"[rank 3]: one\n[rank 3]: two\n", b"[rank 3]: three\n")
     assert (tmp_path / "logs" / "worker-1.out").read_bytes() == b"one\ntwo"
-
-
-def test_log_directory_without_tee_shows_nothing(tmp_path: Path) -> None:
-    with copying(tmp_path, log_dir=tmp_path / "logs") as (copier, shown):
-        play(copier, lambda out, err: print(os.write(out, b"one\n")))
-        copier.show_line("a line")
-    assert shown.out == b"a line\n"
 
 
 def test_unwritable_log_directory_is_refused_with_advice(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ import os
 from pathlib import Path
 
 import pytest
-from everstep_trainer.launch.output import kept_files
-from everstep_trainer.launch.output.kept_files import KeptFiles, LineCollector
 
 from everstep.layout.kept_output import OLDER, last_lines
+from everstep_trainer.launch.output import kept_files
+from everstep_trainer.launch.output.kept_files import KeptFiles, LineCollector
 
 
 def test_progress_bar_is_kept_as_its_last_state() -> None:
@@ -20,22 +20,6 @@ def test_progress_bar_is_kept_as_its_last_state() -> None:
     assert lines.feed(b"\r100%\nwindows\r\nplain\npart") == [b"100%", b"windows", b"plain"]
     assert lines.rest() == [b"part"]
     assert lines.rest() == []
-
-
-def test_line_end_cut_from_its_carriage_return_keeps_the_line() -> None:
-    lines = LineCollector()
-    assert lines.feed(b"windows\r") == []
-    assert lines.feed(b"\n") == [b"windows"]
-    assert lines.feed(b"30%\r") == []
-    assert lines.feed(b"40%\n") == [b"40%"]
-
-
-def test_endless_line_takes_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept_files, "MAX_LINE_BYTES", 8)
-    lines = LineCollector()
-    for _ in range(100):
-        assert lines.feed(b"0123456789") == []
-    assert lines.feed(b"\n") == [b"01234567"]
 
 
 def test_full_file_becomes_the_older_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

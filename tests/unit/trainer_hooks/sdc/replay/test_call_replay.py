@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from everstep_trainer.sdc.replay.call_replay import is_replaying, replay
-from everstep_trainer.sdc.replay.capture import Capture, PassRecord
-from everstep_trainer.sdc.replay.units import Unit
 from torch import nn
 
-from tests.support.audited_models import CPU, MODELS, Model, captured_step, one_step, units_of
+from everstep_trainer.sdc.replay.call_replay import is_replaying, replay
+from everstep_trainer.sdc.replay.capture import Capture, PassRecord
+from everstep_trainer.sdc.replay.memory import MemoryLevels, describe_shortage, read_memory_levels
+from everstep_trainer.sdc.replay.units import Unit
+from tests.unit.trainer_hooks.sdc.audited_models import CPU, MODELS, Model, captured_step, one_step, units_of
 
 
 def numbers(record: PassRecord) -> dict[str, list[int | None]]:
@@ -25,9 +26,9 @@ def state(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**held, **grads, "rng": torch.get_rng_state()}
 
 
-def assert_equal_states(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert all(torch.equal(one[name], other[name]) for name in one)
+def assert_equal_states(first: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert first.keys() == other.keys()
+    assert all(torch.equal(first[name], other[name]) for name in first)
 
 
 def check_replay(module: nn.Module, model: Model, unit: Unit, call: int, *, autocast: bool = False) -> PassRecord:
@@ -51,7 +52,9 @@ def test_replay_equals_the_original(name: str, autocast: bool) -> None:
             record = check_replay(module, MODELS[name], unit, call, autocast=autocast)
             if name != "reentrant" or not unit.name.startswith("blocks"):
                 expected = {f"gradient of {key}" for key, _ in unit.module.named_parameters()}
-                found = {item.name for item, one in zip(record.items, record.digests, strict=True) if one is not None}
+                found = {
+                    item.name for item, digest in zip(record.items, record.digests, strict=True) if digest is not None
+                }
                 assert expected <= found
 
 
@@ -89,7 +92,7 @@ def test_compiled_unit_is_replayed_compiled(in_place: bool, whole: bool) -> None
             if in_place:
                 block.compile(backend="aot_eager")
             else:
-                module.blocks[number] = torch.compile(block, backend="aot_eager")  # type: ignore[index, operator]
+                module.blocks[number] = torch.compile(block, backend="aot_eager")  # type: ignore[assignment, operator]
     units = units_of(module)
     assert [unit.name for unit in units] == (
         ["model"] if whole else ["words", "blocks.0", "blocks.1", "blocks.2", "norm", "head"]
@@ -121,7 +124,8 @@ def test_input_with_other_consumers_counts_this_unit_only() -> None:
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = self.other(x)
-            return x + self.inner(x) + self.inner(2 * x)
+            result: torch.Tensor = x + self.inner(x) + self.inner(2 * x)
+            return result
 
     model = Model(Residual, lambda seed: torch.full((3, 4), 0.5 + seed))
     module = Residual()
@@ -166,12 +170,6 @@ def test_model_and_its_loss_are_replayed_together() -> None:
     assert {"output 1", "gradient of layers.0.weight", "gradient of layers.2.bias"} <= numbers(record).keys()
 
 
-def test_outputs_used_beside_their_loss_are_noticed() -> None:
-    capture = captured_losses(with_outputs=True)
-    assert capture.captured is not None
-    assert capture.captured.record.has_mixed_gradients
-
-
 def test_sparse_gradients_are_compared_by_their_entries() -> None:
     module = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4))
     model = Model(lambda: module, lambda seed: torch.tensor([1, 3, 1]))
@@ -201,7 +199,7 @@ def test_wrong_result_changes_a_digest() -> None:
     unit.module.project.forward = lambda x: original(x) * (1 + 2**-20)  # type: ignore[union-attr]
     again = replay(unit, capture.captured, CPU)
     ours, theirs = capture.captured.record.parts(), again.parts()
-    assert [bool(one == other) for one, other in zip(ours, theirs, strict=True)] == [False, False, False]
+    assert [bool(own == other) for own, other in zip(ours, theirs, strict=True)] == [False, False, False]
 
 
 def test_replay_restores_attributes_and_tells_hooks() -> None:
@@ -214,7 +212,8 @@ def test_replay_restores_attributes_and_tells_hooks() -> None:
             self.calls += 1
             self.seen = x
             assert self.calls < 3 or is_replaying()
-            return self.layer(x)
+            result: torch.Tensor = self.layer(x)
+            return result
 
     module = Counting()
     model = Model(Counting, lambda seed: torch.ones(1, 4))
@@ -231,6 +230,29 @@ def test_python_random_numbers_are_refused() -> None:
             return super().forward(x) * random.random()
 
     module = Skipping(4, 4)
-    capture = captured_step(module, Model(Skipping, lambda seed: torch.ones(1, 4)), units_of(module)[0], 0)
+    model = Model(lambda: Skipping(4, 4), lambda seed: torch.ones(1, 4))
+    capture = captured_step(module, model, units_of(module)[0], 0)
     assert capture.captured is None
     assert "random numbers" in capture.problem
+
+
+MODEL = Unit("model", nn.Linear(1 << 14, 1 << 14, bias=False, device="meta"))
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(("available", "ranks", "fits"), [(5, 1, True), (4, 1, False), (9, 2, False), (10, 2, True)])
+def test_gradients_come_on_top_of_the_peak(available: int, ranks: int, fits: bool) -> None:
+    words = describe_shortage(MODEL, MemoryLevels(available * GIB, 3 * GIB), ranks)
+    needed = f"its audit needs {5 * ranks:.1f} GiB of memory, and {available:.1f} GiB are free"
+    assert words == ("" if fits else needed)
+
+
+def test_unknown_memory_is_no_reason() -> None:
+    assert describe_shortage(MODEL, None, 1) == ""
+
+
+def test_memory_of_this_machine_is_read() -> None:
+    levels = read_memory_levels(CPU)
+    assert levels is not None
+    assert levels.available > 0
+    assert levels.until_peak >= 0

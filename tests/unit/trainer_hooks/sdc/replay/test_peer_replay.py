@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from everstep_trainer.sdc.replay.peer_replay import MAX_SKIPS
-from everstep_trainer.sdc.witnesses import choose_arbiter, describe_difference
 
-from tests.support.auditing_ranks import Training, play, roles, train_by_run
-from tests.support.kept_ranks import KeptRanks
+from everstep_trainer.sdc.replay.peer_replay import MAX_SKIPS
+from everstep_trainer.sdc.witnesses import choose_arbiter
+from tests.support.ranks.kept_ranks import KeptRanks
+from tests.unit.trainer_hooks.sdc.replay.auditing_ranks import Training, roles, train_by_run, train_ranks
 
 
 @pytest.mark.parametrize(
@@ -22,15 +21,15 @@ from tests.support.kept_ranks import KeptRanks
         Training(wrap="root", steps=5),
         Training(model="checkpointed", wrap="fsdp", autocast=True),
     ],
-    ids=lambda one: f"{one.model}-{one.wrap}",
+    ids=lambda training: f"{training.model}-{training.wrap}",
 )
 def test_clean_training_is_audited_without_a_trace(kept_ranks: KeptRanks, training: Training) -> None:
-    audited = play(kept_ranks, 3, training)
-    plain = play(kept_ranks, 3, Training(**{**training.__dict__, "interval": None}))
+    audited = train_ranks(kept_ranks, 3, training)
+    plain = train_ranks(kept_ranks, 3, Training(**{**training.__dict__, "interval": None}))
     assert [rank["statements"] for rank in audited] == [[], [], []]
     assert [rank["lines"] for rank in audited] == [[], [], []]
     units = len(audited[0]["units"])
-    assert [rank["clean"] for rank in audited] == [list(range(1, training.steps + 1 - units))] * 3
+    assert [rank["clean"] for rank in audited] == [list(range(training.steps + 1 - units))] * 3
     assert [rank["state"] for rank in audited] == [rank["state"] for rank in plain]
 
 
@@ -51,13 +50,13 @@ def test_run_audits_replicas_and_virtual_ranks(kept_ranks: KeptRanks, virtual_ra
     ],
 )
 def test_compiled_blocks_are_audited(kept_ranks: KeptRanks, compiled: str, wrap: str) -> None:
-    ranks = play(kept_ranks, 2, Training(compiled=compiled, wrap=wrap))
+    ranks = train_ranks(kept_ranks, 2, Training(compiled=compiled, wrap=wrap))
     assert [(rank["statements"], rank["lines"]) for rank in ranks] == [([], []), ([], [])]
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp"])
 def test_one_wrong_output_is_a_transient_of_its_rank(kept_ranks: KeptRanks, wrap: str) -> None:
-    ranks = play(kept_ranks, 4, Training(wrap=wrap, fault=(1, "blocks.0", "once")))
+    ranks = train_ranks(kept_ranks, 4, Training(wrap=wrap, fault=(1, "blocks.0", "once")))
     ((step, owner), case), *rest = roles(ranks).items()
     assert (step, owner, rest) == (2, 1, [])
     (_, original, rerun), (peer, _, replayed), (arbiter, _, arbitrated) = (
@@ -66,14 +65,14 @@ def test_one_wrong_output_is_a_transient_of_its_rank(kept_ranks: KeptRanks, wrap
     assert len({1, peer, arbiter}) == 3
     assert original != rerun
     assert rerun == replayed == arbitrated
-    (difference,) = {one["difference"] for one in ranks[arbiter]["statements"]}
+    (difference,) = {statement["difference"] for statement in ranks[arbiter]["statements"]}
     assert difference.startswith("output 0: 1 of 192 elements differ, the first at [0, 0, 3]: ")
-    (unit,) = {one["unit"] for rank in ranks for one in rank["statements"]}
+    (unit,) = {statement["unit"] for rank in ranks for statement in rank["statements"]}
     assert unit == "blocks.0 forward, micro-batch 0"
 
 
 def test_persistent_fault_is_repeated_by_its_rank_alone(kept_ranks: KeptRanks) -> None:
-    ranks = play(kept_ranks, 4, Training(fault=(2, "blocks.1.project", "always"), steps=3, fault_step=3))
+    ranks = train_ranks(kept_ranks, 4, Training(fault=(2, "blocks.1.project", "always"), steps=3, fault_step=3))
     cases = roles(ranks)
     assert {owner for _, owner in cases} == {2, next(owner for _, owner in cases if owner != 2)}
     for (step, owner), case in cases.items():
@@ -91,7 +90,7 @@ def test_persistent_fault_is_repeated_by_its_rank_alone(kept_ranks: KeptRanks) -
 
 
 def test_lying_partner_is_contradicted(kept_ranks: KeptRanks) -> None:
-    ranks = play(kept_ranks, 3, Training(fault=(0, "words", "lie"), steps=7, fault_step=1))
+    ranks = train_ranks(kept_ranks, 3, Training(fault=(0, "words", "lie"), steps=7, fault_step=1))
     ((_, case),) = roles(ranks).items()
     (_, original, rerun), (peer, _, replayed), (_, _, arbitrated) = (
         case[role] for role in ("owner", "peer", "arbiter")
@@ -101,7 +100,7 @@ def test_lying_partner_is_contradicted(kept_ranks: KeptRanks) -> None:
 
 
 def test_two_ranks_report_without_an_arbiter(kept_ranks: KeptRanks) -> None:
-    ranks = play(kept_ranks, 2, Training(fault=(1, "head", "once"), steps=7, fault_step=6))
+    ranks = train_ranks(kept_ranks, 2, Training(fault=(1, "head", "once"), steps=7, fault_step=6))
     ((_, case),) = roles(ranks).items()
     assert sorted(case) == ["owner", "peer"]
     (owner, original, rerun), (_, _, replayed) = case["owner"], case["peer"]
@@ -113,14 +112,16 @@ def test_two_ranks_report_without_an_arbiter(kept_ranks: KeptRanks) -> None:
 
 
 def test_unrepeatable_unit_is_named_and_compared_by_tolerance(kept_ranks: KeptRanks) -> None:
-    ranks = play(kept_ranks, 3, Training(fault=(-1, "blocks.1.project", "vary"), steps=14))
+    ranks = train_ranks(kept_ranks, 3, Training(fault=(-1, "blocks.1.project", "vary"), steps=14))
     assert [rank["statements"] for rank in ranks] == [[], [], []]
     (line,) = [line for rank in ranks for line in rank["lines"]]
     assert line.startswith("blocks.1 is not bitwise repeatable: project (output 0")
 
 
 def test_large_error_in_an_unrepeatable_unit_is_found(kept_ranks: KeptRanks) -> None:
-    ranks = play(kept_ranks, 4, Training(fault=(2, "blocks.1.project", "vary and once"), steps=15, fault_step=15))
+    ranks = train_ranks(
+        kept_ranks, 4, Training(fault=(2, "blocks.1.project", "vary and once"), steps=15, fault_step=15)
+    )
     cases = roles(ranks)
     assert {owner for _, owner in cases} == {2}
     (case,) = cases.values()
@@ -129,18 +130,9 @@ def test_large_error_in_an_unrepeatable_unit_is_found(kept_ranks: KeptRanks) -> 
     assert rerun == replayed == arbitrated
 
 
-def test_skipped_unit_is_tried_again_before_steps_are_clean(kept_ranks: KeptRanks) -> None:
-    ranks = play(kept_ranks, 2, Training(steps=12, odd_steps=(2,)))
-    assert len(ranks[0]["units"]) == 6
-    # Step 2 was to compare the second unit, and step 8 did.
-    assert [rank["clean"] for rank in ranks] == [[2, 3, 4, 5, 6]] * 2
-    (line,) = ranks[0]["lines"]
-    assert line.startswith("audit peer_replay was skipped: blocks.0: the ranks call it with different arguments")
-
-
 def test_unit_that_is_always_skipped_is_left_out(kept_ranks: KeptRanks) -> None:
     steps = 6 * MAX_SKIPS
-    ranks = play(kept_ranks, 2, Training(steps=steps, odd_steps=tuple(range(1, 1 + steps))))
+    ranks = train_ranks(kept_ranks, 2, Training(steps=steps, odd_steps=tuple(range(1, 1 + steps))))
     left_out = [line for line in ranks[0]["lines"] if "does not cover" in line]
     assert [line.split(":")[0] for line in left_out] == [
         f"audit peer_replay does not cover blocks.{n}" for n in range(3)
@@ -151,7 +143,7 @@ def test_unit_that_is_always_skipped_is_left_out(kept_ranks: KeptRanks) -> None:
 
 
 def test_model_is_one_unit_if_no_block_can_be_sent(kept_ranks: KeptRanks) -> None:
-    ranks = play(kept_ranks, 3, Training(model="cached", steps=10))
+    ranks = train_ranks(kept_ranks, 3, Training(model="cached", steps=10))
     assert [rank["units"] for rank in ranks] == [["model"]] * 3
     assert [rank["statements"] for rank in ranks] == [[], [], []]
     *left_out, last = ranks[0]["lines"]
@@ -164,7 +156,7 @@ def test_model_is_one_unit_if_no_block_can_be_sent(kept_ranks: KeptRanks) -> Non
 
 
 def test_outputs_used_beside_others_made_of_them_accuse_no_rank(kept_ranks: KeptRanks) -> None:
-    ranks = play(kept_ranks, 3, Training(model="means", steps=6))
+    ranks = train_ranks(kept_ranks, 3, Training(model="means", steps=6))
     assert [(rank["units"], rank["statements"]) for rank in ranks] == [(["layers.0", "layers.1"], [])] * 3
     words = "only its forward pass is audited: the loss uses an output from which another output is computed"
     assert ranks[0]["lines"] == [f"audit peer_replay: layers.{n}: {words}" for n in range(2)]
@@ -172,32 +164,14 @@ def test_outputs_used_beside_others_made_of_them_accuse_no_rank(kept_ranks: Kept
 
 
 def test_fault_in_a_model_without_units_is_found(kept_ranks: KeptRanks) -> None:
-    ranks = play(kept_ranks, 4, Training(model="cached", fault=(1, "blocks.2", "once"), steps=8, fault_step=7))
+    ranks = train_ranks(kept_ranks, 4, Training(model="cached", fault=(1, "blocks.2", "once"), steps=8, fault_step=7))
     ((step, owner), case), *rest = roles(ranks).items()
     assert (step, owner, rest) == (7, 1, [])
     (_, original, rerun), (_, _, replayed), (_, _, arbitrated) = (case[role] for role in ("owner", "peer", "arbiter"))
     assert original != rerun == replayed == arbitrated
 
 
-def test_unit_without_memory_for_its_audit_is_skipped(kept_ranks: KeptRanks) -> None:
-    ranks = play(kept_ranks, 2, Training(model="mlp", steps=MAX_SKIPS + 1, free_bytes=100))
-    assert [(rank["statements"], rank["clean"]) for rank in ranks] == [([], [])] * 2
-    first, last = ranks[0]["lines"]
-    assert first == "audit peer_replay was skipped: model: another rank has no memory for its audit"
-    assert last.startswith("audit peer_replay does not cover model: ")
-
-
 def test_arbiter_is_on_a_third_node_if_there_is_one() -> None:
     assert choose_arbiter(0, 1, 5, ("a", "b", "b", "a", "c")) == 4
     assert choose_arbiter(0, 1, 4, ("a", "b", "b", "a")) == 2
     assert choose_arbiter(3, 0, 4, ()) == 1
-
-
-def test_bits_are_described() -> None:
-    expected = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    found = expected.clone()
-    found[1, 0] = 3.5
-    words = "1 of 4 elements differ, the first at [1, 0]: 3.5 instead of 3.0, bits 0x00200000"
-    assert describe_difference(found, expected) == words
-    assert describe_difference(found.view(-1).view(torch.uint8), expected) == words
-    assert describe_difference(expected, expected) == ""

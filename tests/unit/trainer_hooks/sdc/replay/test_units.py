@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
-from everstep_trainer.sdc.replay.units import find_units
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.audited_models import MODELS, ConvNet, Gpt, mlp
-from tests.support.auditing_ranks import grouped
+from everstep_trainer.sdc.replay.units import find_units
+from tests.unit.trainer_hooks.sdc.audited_models import MODELS, ConvNet, Gpt, mlp
+from tests.unit.trainer_hooks.sdc.replay.auditing_ranks import grouped
 
 BLOCKS = ["words", "blocks.0", "blocks.1", "blocks.2", "norm", "head"]
 
@@ -36,16 +36,6 @@ def test_blocks_are_elements_whose_class_repeats() -> None:
     assert names(model=ConvNet()) == ["first", "layers.0", "layers.1", "head"]
 
 
-def test_single_layers_in_a_row_are_one_unit() -> None:
-    assert names(model=mlp()) == ["model"]
-
-
-def test_only_trained_models_are_divided() -> None:
-    teacher = Gpt().requires_grad_(False)
-    assert names(model=Gpt(), teacher=teacher, optimizer=torch.optim.SGD(Gpt().parameters())) == BLOCKS
-    assert names(model=mlp(), critic=mlp()) == ["model", "critic"]
-
-
 def test_tracked_loss_is_a_unit_beside_its_model() -> None:
     assert names(model=mlp(), loss=nn.CrossEntropyLoss(label_smoothing=0.1)) == ["model", "loss"]
     assert names(loss=nn.MSELoss()) == []
@@ -61,16 +51,6 @@ def test_whole_model_stands_in_for_blocks_alone() -> None:
     assert {unit.whole for unit in find_units({"model": synchronized}).units} == {None}
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch.compile has its own
-def test_names_do_not_show_wrappers() -> None:
-    model = Gpt()
-    for number, block in enumerate(model.blocks):
-        model.blocks[number] = checkpoint_wrapper(block)
-    model.blocks[1] = torch.compile(model.blocks[1])  # type: ignore[assignment]
-    assert names(model=model) == BLOCKS
-
-
 def test_parts_with_collectives_are_left_out() -> None:
     found = find_units({"model": nn.SyncBatchNorm.convert_sync_batchnorm(ConvNet())})
     assert "layers.0.convolution" in [unit.name for unit in found.units]
@@ -79,7 +59,7 @@ def test_parts_with_collectives_are_left_out() -> None:
 
 
 def wrapped_names(port: int) -> dict[str, Any]:
-    """In a process of its own: units of models that are wrapped over a group of one rank."""
+    """Return the units of models wrapped over a group of one rank. Runs in a separate process."""
     with grouped(0, 1, port):
         mesh = init_device_mesh("cpu", (1,))
         sharded, whole = Gpt(), fully_shard(Gpt(), mesh=mesh)
@@ -87,13 +67,13 @@ def wrapped_names(port: int) -> dict[str, Any]:
             fully_shard(block, mesh=mesh)
         fully_shard(sharded, mesh=mesh)
         experts = Gpt()
-        experts.blocks[0].mlp.group = dist.group.WORLD  # type: ignore[assignment]
+        experts.get_submodule("blocks.0.mlp").group = dist.group.WORLD  # type: ignore[assignment]
         compiled = torch.compile(DistributedDataParallel(mlp()))
         found = find_units({"model": sharded})
         return {
             "ddp": names(model=DistributedDataParallel(Gpt())),
             "fsdp": [unit.name for unit in found.units],
-            "shards": [unit.shards is unit.module for unit in found.units],
+            "shards": [unit.shards is cast(FSDPModule, unit.module) for unit in found.units],
             "root": names(model=whole),
             "group": (names(model=experts), [*map(str, find_units({"model": experts}).left_out)]),
             "compiled": [*map(str, find_units({"model": compiled}).left_out)],
@@ -101,7 +81,7 @@ def wrapped_names(port: int) -> dict[str, Any]:
 
 
 def test_units_are_found_below_wrappers(forks: Any) -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     found = forks.start(wrapped_names, store.port).result()
     assert found["ddp"] == found["fsdp"] == found["root"] == BLOCKS
     assert found["shards"] == [False, True, True, True, False, False]

@@ -1,0 +1,1 @@
+"""Training scripts in many styles, whose ranks are killed at random moments of their steps."""

@@ -1,0 +1,1 @@
+"""Checkers of checkpoints: copies, parity, storage and restored versions."""

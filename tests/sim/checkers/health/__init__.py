@@ -1,0 +1,1 @@
+"""Checkers of nodes: evictions, quarantine, remediations, maintenance, and returns to service."""

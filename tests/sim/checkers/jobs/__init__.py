@@ -1,0 +1,1 @@
+"""Checkers of jobs: states, generations, rosters and committed samples."""

@@ -1,0 +1,1 @@
+"""Plans of worlds with their faults, and the injection of faults into a world."""

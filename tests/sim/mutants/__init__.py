@@ -1,0 +1,1 @@
+"""Mutants: deliberate mistakes in the product, each of which a checker must detect."""

@@ -1,0 +1,1 @@
+"""Parts of the documentation, and the command lines that it shows."""

@@ -1,0 +1,1 @@
+"""Plugins and settings of pytest and Hypothesis for the whole suite."""

@@ -1,0 +1,1 @@
+"""Vault processes and their clients, vaults that misbehave, and sealed slots."""

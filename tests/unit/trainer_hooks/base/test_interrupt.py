@@ -1,0 +1,319 @@
+"""Regroup is raised in the main thread's training function, and nowhere else."""
+
+from __future__ import annotations
+
+import queue
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.modules import module as torch_modules
+
+from everstep_trainer.base.interrupt import Interrupter, Regroup
+from tests.support.processes.waiting import until
+
+StartThread = Callable[[Callable[[], object]], threading.Thread]
+
+
+def spin_until(condition: Callable[[], bool]) -> None:
+    """Python code that never blocks, as a training function between two collectives."""
+    while not condition():
+        pass
+
+
+@pytest.fixture
+def interrupter() -> Interrupter:
+    return Interrupter()
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[StartThread]:
+    threads: list[threading.Thread] = []
+
+    def start(work: Callable[[], object]) -> threading.Thread:
+        thread = threading.Thread(target=work)
+        threads.append(thread)
+        thread.start()
+        return thread
+
+    yield start
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def test_a_function_in_python_code_ends_with_regroup(interrupter: Interrupter, elsewhere: StartThread) -> None:
+    started = threading.Event()
+
+    def function() -> None:
+        started.set()
+        spin_until(lambda: False)
+
+    elsewhere(lambda: started.wait(60) and interrupter.interrupt())
+    assert isinstance(interrupter.run(function), Regroup)
+
+
+@pytest.mark.parametrize("wait", [lambda: Future().result(), lambda: queue.Queue().get(), lambda: time.sleep(3600)])
+def test_function_waiting_in_python_code_is_interrupted(
+    interrupter: Interrupter, elsewhere: StartThread, wait: Callable[[], object]
+) -> None:
+    main, started = threading.get_ident(), threading.Event()
+    kernel, looks = Path(f"/proc/self/task/{threading.get_native_id()}/status"), [""]
+
+    def function() -> None:
+        started.set()
+        wait()
+
+    def is_blocked() -> bool:
+        """The thread sleeps in the kernel since the look before: a wake that comes earlier would be lost."""
+        looks.append("".join(re.findall(r"^(?:State|\w*ctxt_switches):.*", kernel.read_text(), re.MULTILINE)))
+        name = sys._current_frames()[main].f_code.co_name
+        return name in ("wait", "<lambda>") and looks[-1] == looks[-2] and "(sleeping)" in looks[-1]
+
+    def interrupt() -> None:
+        started.wait(60)
+        until(is_blocked, "it waits")
+        interrupter.interrupt()
+
+    elsewhere(interrupt)
+    assert isinstance(interrupter.run(function), Regroup)
+
+
+def test_lost_wake_signal_is_sent_again(
+    interrupter: Interrupter,
+    elsewhere: StartThread,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started, sent = threading.Event(), []
+    send = signal.pthread_kill
+
+    def lose_first(*arguments: int) -> None:
+        sent.append(arguments)
+        if len(sent) > 1:
+            send(*arguments)
+
+    def function() -> None:
+        started.set()
+        time.sleep(3600)
+
+    monkeypatch.setattr(signal, "pthread_kill", lose_first)
+    elsewhere(lambda: started.wait(60) and interrupter.interrupt())
+    assert isinstance(interrupter.run(function), Regroup)
+
+
+def test_wake_signals_end_with_the_exception(interrupter: Interrupter, elsewhere: StartThread) -> None:
+    """The script's own clean-up is not disturbed by signals for long."""
+    started = threading.Event()
+
+    def wakers() -> list[threading.Thread]:
+        return [thread for thread in threading.enumerate() if "_repeat_wakes" in thread.name]
+
+    def function() -> None:
+        started.set()
+        try:
+            time.sleep(3600)
+        finally:
+            for waker in wakers():
+                waker.join(60)
+            assert not wakers(), "signals go on during the clean-up"
+
+    elsewhere(lambda: started.wait(60) and interrupter.interrupt())
+    assert isinstance(interrupter.run(function), Regroup)
+
+
+def test_call_returns_none_or_the_error_of_the_function(interrupter: Interrupter) -> None:
+    assert interrupter.run(lambda: None) is None
+    error = ValueError("mine")
+
+    def fail() -> None:
+        raise error
+
+    assert interrupter.run(fail) is error
+
+
+def test_nothing_is_raised_outside_of_a_call(interrupter: Interrupter) -> None:
+    assert interrupter.interrupt() is False
+    interrupter.run(lambda: None)
+    assert interrupter.interrupt() is False
+
+
+def arrive(barrier: threading.Barrier) -> None:
+    barrier.wait(60)
+
+
+def test_late_interrupt_request_is_withdrawn(interrupter: Interrupter) -> None:
+    for _ in range(200):
+        barrier = threading.Barrier(2)
+
+        def late(barrier: threading.Barrier = barrier) -> None:
+            barrier.wait(60)
+            interrupter.interrupt()
+
+        thread = threading.Thread(target=late)
+        thread.start()
+        failure = interrupter.run(partial(arrive, barrier))
+        thread.join()
+        assert failure is None or isinstance(failure, Regroup)
+        sum(range(100))  # a request that was left over would be raised here
+
+
+def test_an_atomic_section_is_finished_first(interrupter: Interrupter, elsewhere: StartThread) -> None:
+    inside, asked = threading.Event(), threading.Event()
+    written: list[str] = []
+
+    def function() -> None:
+        with interrupter.atomic():
+            inside.set()
+            spin_until(asked.is_set)
+            written.append("whole")
+        written.append("not reached")
+
+    def ask() -> None:
+        inside.wait(60)
+        interrupter.interrupt()
+        asked.set()
+
+    elsewhere(ask)
+    assert isinstance(interrupter.run(function), Regroup)
+    assert written == ["whole"]
+
+
+def test_nested_atomic_sections_end_with_the_outermost(interrupter: Interrupter, elsewhere: StartThread) -> None:
+    inside, asked = threading.Event(), threading.Event()
+    written: list[str] = []
+
+    def function() -> None:
+        with interrupter.atomic():
+            with interrupter.atomic():
+                inside.set()
+                spin_until(asked.is_set)
+            written.append("outer goes on")
+        written.append("not reached")
+
+    def ask() -> None:
+        inside.wait(60)
+        interrupter.interrupt()
+        asked.set()
+
+    elsewhere(ask)
+    assert isinstance(interrupter.run(function), Regroup)
+    assert written == ["outer goes on"]
+
+
+def test_a_call_is_interrupted_at_most_once(interrupter: Interrupter, elsewhere: StartThread) -> None:
+    started, caught = threading.Event(), threading.Event()
+    second: list[bool] = []
+
+    def function() -> None:
+        started.set()
+        try:
+            spin_until(lambda: False)
+        except Regroup:
+            caught.set()
+            spin_until(lambda: bool(second))
+            raise
+
+    def ask_twice() -> None:
+        started.wait(60)
+        interrupter.interrupt()
+        caught.wait(60)
+        second.append(interrupter.interrupt())
+
+    elsewhere(ask_twice)
+    assert isinstance(interrupter.run(function), Regroup)
+    assert second == [False]
+
+
+def interrupt_once(interrupter: Interrupter, started: threading.Event) -> None:
+    assert started.wait(60)
+    interrupter.interrupt()
+
+
+def test_each_call_can_be_interrupted_again(interrupter: Interrupter, elsewhere: StartThread) -> None:
+    for _ in range(3):
+        started = threading.Event()
+
+        def function(started: threading.Event = started) -> None:
+            started.set()
+            spin_until(lambda: False)
+
+        elsewhere(partial(interrupt_once, interrupter, started))
+        assert isinstance(interrupter.run(function), Regroup)
+
+
+def test_asked_thread_leaves_at_its_next_module_call(interrupter: Interrupter, elsewhere: StartThread) -> None:
+    layer = torch.nn.Linear(2, 2)
+    started, asked = threading.Event(), threading.Event()
+    passed: list[str] = []
+
+    def function() -> None:
+        started.set()
+        spin_until(asked.is_set)
+        passed.append("python code goes on")
+        layer(torch.ones(1, 2))
+        passed.append("not reached")
+
+    def ask() -> None:
+        started.wait(60)
+        interrupter.request_regroup()
+        asked.set()
+
+    elsewhere(ask)
+    assert isinstance(interrupter.run(function), Regroup)
+    assert passed == ["python code goes on"]
+
+
+def test_asking_leaves_other_threads_and_later_calls_alone(interrupter: Interrupter, elsewhere: StartThread) -> None:
+    layer = torch.nn.Linear(2, 2)
+    started, computed = threading.Event(), threading.Event()
+
+    def ask_and_compute() -> None:
+        started.wait(60)
+        interrupter.request_regroup()
+        layer(torch.ones(1, 2))
+        computed.set()
+
+    def function() -> None:
+        started.set()
+        spin_until(computed.is_set)
+
+    elsewhere(ask_and_compute)
+    assert interrupter.run(function) is None
+    assert not torch_modules._global_forward_pre_hooks
+    assert interrupter.run(lambda: layer(torch.ones(1, 2)).sum() and None) is None
+
+
+def test_an_atomic_section_may_call_modules(interrupter: Interrupter, elsewhere: StartThread) -> None:
+    layer = torch.nn.Linear(2, 2)
+    started, asked = threading.Event(), threading.Event()
+    written: list[str] = []
+
+    def function() -> None:
+        with interrupter.atomic():
+            started.set()
+            spin_until(asked.is_set)
+            layer(torch.ones(1, 2))
+            written.append("whole")
+        layer(torch.ones(1, 2))
+        written.append("not reached")
+
+    def ask() -> None:
+        started.wait(60)
+        interrupter.request_regroup()
+        asked.set()
+
+    elsewhere(ask)
+    assert isinstance(interrupter.run(function), Regroup)
+    assert written == ["whole"]
+
+
+def test_exception_handlers_let_regroup_pass() -> None:
+    assert not issubclass(Regroup, Exception)
