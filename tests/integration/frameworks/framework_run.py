@@ -30,7 +30,7 @@ def run_training(
     folder.mkdir(exist_ok=True)
     argv = ["--nproc-per-node", str(ranks), "--standby-delay-s", "0.1", "--hang-threshold-s", "60"]
     argv += ["--state-dir", str(folder / "s"), *options]
-    argv += ["-m", f"tests.integration.frameworks.{script}", str(folder), str(until), *map(str, faults)]
+    argv += ["-m", f"tests.integration.frameworks.scripts.{script}", str(folder), str(until), *map(str, faults)]
     with launched(folder, *argv, **environment) as launcher:  # type: ignore[arg-type]
         assert launcher.wait() == 0, launcher.err
     printed = launcher.err + launcher.out

@@ -80,7 +80,7 @@ class ThreeNodes:
             "--preload",
             "deepspeed",
             "-m",
-            "tests.integration.frameworks.deepspeed_training",
+            "tests.integration.frameworks.scripts.deepspeed_training",
             str(self.folder),
             str(STEPS),
         ]

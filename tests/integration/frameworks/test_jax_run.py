@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from examples.demo.world import wait_for
+from tests.integration.checkpoints.sharded_job import DEADLINE_S, ShardedJob
 from tests.integration.frameworks.framework_run import run_training
-from tests.integration.sharded_job import DEADLINE_S, ShardedJob
 from tests.support.processes.launcher import SLOW_RANKS
 from tests.support.processes.warm_programs import WarmWorld
 from tests.support.ranks.exact_training import Fault, read_step_logs
@@ -55,7 +55,7 @@ def test_jax_survives_kills_bit_for_bit(short_path: Path) -> None:
 @pytest.mark.timeout(400)
 def test_jax_restores_on_fewer_nodes(short_path: Path, tmp_path: Path) -> None:
     with WarmWorld(tmp_path / "out", ["n1", "n2", "n3"]) as world:
-        job = ShardedJob(world, str(short_path), ENDLESS, script="tests.integration.frameworks.jax_training")
+        job = ShardedJob(world, str(short_path), ENDLESS, script="tests.integration.frameworks.scripts.jax_training")
         wait_for(lambda: any(copy.state == "complete" for copy in job.versions()), "a version on two nodes", DEADLINE_S)
         world.nodes["n1"].kill()
         wait_for(

@@ -78,7 +78,7 @@ def launch_node(stack: ExitStack, folder: Path, node: int, endpoint: str) -> Lau
         "--preload",
         "megatron.core",
         "-m",
-        "tests.integration.frameworks.megatron_training",
+        "tests.integration.frameworks.scripts.megatron_training",
         str(folder),
         str(STEPS),
     ]

@@ -23,7 +23,7 @@ def trained(folder: Path, until: int, *faults: Fault) -> list[dict[str, Any]]:
         "--state-dir",
         str(folder / f"s{until}"),
         "-m",
-        "tests.integration.frameworks.orbax_training",
+        "tests.integration.frameworks.scripts.orbax_training",
         str(folder),
         str(until),
     ]

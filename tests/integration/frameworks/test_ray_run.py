@@ -31,7 +31,7 @@ class Driver:
     def __init__(self, folder: Path, kind: str, workers: int, ranks: int, /, *faults: Fault, **options: int) -> None:
         self.folder = folder
         steps = str(options.get("steps", STEPS))
-        command = [sys.executable, "-m", "tests.integration.frameworks.ray_training", str(folder), kind, steps]
+        command = [sys.executable, "-m", "tests.integration.frameworks.scripts.ray_training", str(folder), kind, steps]
         command += map(str, (workers, ranks, options.get("min_workers", workers), *faults))
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("EVERSTEP_", "RAY_"))}
         environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **SLOW_RANKS}

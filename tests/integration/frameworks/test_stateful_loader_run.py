@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.frameworks.stateful_training import SIZES, WORLD
+from tests.integration.frameworks.scripts.stateful_training import SIZES, WORLD
 from tests.support.processes.launcher import launched
 from tests.support.ranks.exact_training import Fault, read_step_logs
 
@@ -24,7 +24,7 @@ def test_rank_kills_mid_epoch_lose_and_repeat_no_sample(short_path: Path) -> Non
         "--state-dir",
         str(short_path / "s"),
         "-m",
-        "tests.integration.frameworks.stateful_training",
+        "tests.integration.frameworks.scripts.stateful_training",
         str(short_path),
         str(STEPS),
         *map(str, faults),

@@ -19,7 +19,7 @@ from tests.support.ranks.exact_training import Fault, read_step_logs
 STEPS, WORLD = 8, 2
 TOKENS = 4 * 32  # of a step, as examples/train_torchtitan.py says
 COMMON = ("--hang-threshold-s", "60", "--preload", "everstep_trainer.integrations.torchtitan")
-TRAINING = ("-m", "tests.integration.frameworks.torchtitan_training")
+TRAINING = ("-m", "tests.integration.frameworks.scripts.torchtitan_training")
 ENVIRONMENT = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **SLOW_RANKS}
 pytestmark = [pytest.mark.slow, pytest.mark.frameworks("torchtitan")]
 

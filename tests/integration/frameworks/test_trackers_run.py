@@ -88,7 +88,7 @@ def check_wandb(folder: Path) -> None:
 def check_mlflow(folder: Path, undisturbed: dict[int, Any]) -> None:
     from mlflow import MlflowClient
 
-    from tests.integration.frameworks.tracked_training import mlflow_uri
+    from tests.integration.frameworks.scripts.tracked_training import mlflow_uri
 
     client = MlflowClient(mlflow_uri(folder))
     known = client.get_experiment_by_name("tracked")

@@ -30,7 +30,7 @@ from everstep_trainer.state.optimizer_state import allocate_moment, location_of
 from everstep_trainer.state.python_state import MergedState, decode
 from everstep_trainer.state.tracked_state import TrackedState
 from tests.support.ranks.sharing_optimizer import SharingOptimizer
-from tests.unit.trainer_hooks.state.test_snapshot_state import load
+from tests.unit.trainer_hooks.state.snapshots.test_snapshot_state import load
 
 Optimizer = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Optimizer] = {

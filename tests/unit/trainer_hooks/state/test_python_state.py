@@ -17,7 +17,7 @@ from everstep_trainer.state.python_state import MAX_NAMES_BYTES, MergedState, de
 from everstep_trainer.state.python_value_codec import decode_blob, encode_blob
 from everstep_trainer.state.tracked_state import TrackedState
 from tests.support.ranks.settable_state import SettableState
-from tests.unit.trainer_hooks.state.test_snapshot_state import load
+from tests.unit.trainer_hooks.state.snapshots.test_snapshot_state import load
 
 LAYERS = range(4)
 
