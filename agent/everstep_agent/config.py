@@ -14,10 +14,12 @@ from urllib.parse import urlsplit
 import msgspec
 
 from everstep.bearer_tokens import looks_like_token
-from everstep.errors import ConfigurationError
+from everstep.errors import DECODE_ERRORS, ConfigurationError
+from everstep.host.state_directory import preferred_state_directory
 from everstep.ids import check_name
 from everstep.settings import Program
 from everstep.wire.v1.agent import Labels
+from everstep.wire.v1.node_status import NODE_SOCKET, JoinFleet
 from everstep.wire.v1.transfer import MIN_SEND_BYTES_PER_S
 
 
@@ -28,6 +30,9 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     """This node's name in the fleet. Default: the host name up to the first dot."""
     controllers: tuple[str, ...] = msgspec.field(name="controller", default=())
     """Base URLs of the controllers, separated by commas. If one does not answer, the agent tries the next."""
+    standalone: bool = False
+    """Run without a controller: watch the node, serve ``/metrics`` and ``everstep node local``. No job can use the
+    agent until ``everstep node join`` connects it to a controller."""
     run_dir: Path
     """Directory for sockets and the ready file, made with mode 0700. Default: ``$XDG_RUNTIME_DIR/everstep/NODE``."""
     token_file: Path | None = None
@@ -55,7 +60,8 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     metrics_listen: str = "127.0.0.1:0"
     """``host:port`` of ``/metrics``. Port 0 takes any free port; an empty text turns the metrics off."""
     metrics_token_file: Path | None = None
-    """File with the bearer token that scrapers must send. Default: the agent's own token file."""
+    """File with the bearer token that scrapers must send. Default: the agent's own token file. A standalone agent on a
+    loopback address needs none."""
     dcgm_names: bool = False
     """Export GPU metrics also under the names of dcgm-exporter, for dashboards that use them."""
     virtual: str = ""
@@ -67,6 +73,13 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     Default: ``/dev/kmsg``; none with simulated GPUs."""
     expected_gpus: int | None = None
     """Number of GPUs that this node must have. Default: as many as its PCI bus shows."""
+    bundle_dir: Path | None = None
+    """Directory for bundles of logs, which are kept before a node is reset, rebooted or drained: the newest 8, at most
+    256 MiB. Default: ``/var/lib/everstep-agent/bundles`` for root and under systemd, else
+    ``$XDG_STATE_HOME/everstep/agent/NODE/bundles``, and with simulated GPUs a directory in ``run_dir``."""
+    bundle_bug_report: bool = False
+    """Put the report of ``nvidia-bug-report.sh`` into bundles of logs. It needs root, takes about a minute, and is
+    stopped after five."""
     site_policy: tuple[str, ...] = ()
     """TOML files, separated by commas, whose rules replace the shipped rules of the same id."""
     rack: str = ""
@@ -128,6 +141,10 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.run_dir / "agent.sock"
 
     @property
+    def node_socket(self) -> Path:
+        return self.run_dir / NODE_SOCKET
+
+    @property
     def vault_socket(self) -> Path:
         return self.run_dir / "vault.sock"
 
@@ -139,6 +156,10 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def ready_file(self) -> Path:
         return self.run_dir / "agent.json"
+
+    @property
+    def resolved_bundle_dir(self) -> Path:
+        return self.bundle_dir or self.run_dir / "bundles"
 
     @property
     def resolved_segment_dir(self) -> Path:
@@ -166,8 +187,48 @@ def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Agent
     node = values.setdefault("node", socket.gethostname().partition(".")[0])
     base = environ.get("XDG_RUNTIME_DIR") or ("/run" if os.getuid() == 0 else f"/tmp/everstep-{os.getuid()}")  # noqa: S108 - made 0700
     values.setdefault("run_dir", Path(base) / "everstep" / node)
+    values.setdefault("bundle_dir", _default_bundle_dir(values, environ))
     values["controllers"] = tuple(url.rstrip("/") for url in values.get("controllers", ()))
-    return AgentSettings(**values).validate()
+    settings = AgentSettings(**values)
+    if settings.standalone and not settings.controllers:
+        settings = _with_joined_fleet(settings)
+    return settings.validate()
+
+
+def _default_bundle_dir(values: Mapping[str, Any], environ: Mapping[str, str]) -> Path:
+    """Return where bundles of logs survive a reboot; those of private agents and of simulated GPUs need not."""
+    if values.get("virtual") or values.get("die_with_parent"):
+        return Path(values["run_dir"]) / "bundles"
+    if state := environ.get("STATE_DIRECTORY"):
+        return Path(state.partition(":")[0]) / "bundles"
+    if os.geteuid() == 0:
+        return Path("/var/lib/everstep-agent/bundles")
+    return Path(preferred_state_directory(environ) / "agent" / values["node"] / "bundles")
+
+
+# The fleet that a standalone agent has joined, kept in the run directory for its next start.
+
+JOINED_FILE = "joined.json"
+"""File in the run directory with the controllers that a standalone agent was told to join."""
+
+
+def join_settings(settings: AgentSettings, request: JoinFleet) -> AgentSettings:
+    """Return the settings of a standalone agent that joins controllers. Raises ConfigurationError."""
+    paths = ("token_file", "join_token_file", "ca_file", "client_certificate", "client_key")
+    given: dict[str, Any] = {name: Path(text) for name in paths if (text := getattr(request, name))}
+    given["controllers"] = tuple(url.rstrip("/") for url in request.controllers)
+    return msgspec.structs.replace(settings, **given).validate()
+
+
+def _with_joined_fleet(settings: AgentSettings) -> AgentSettings:
+    """Return the settings with the controllers that an earlier run has joined, if there are any."""
+    file = settings.run_dir / JOINED_FILE
+    try:
+        return join_settings(settings, msgspec.json.decode(file.read_bytes(), type=JoinFleet))
+    except FileNotFoundError:
+        return settings
+    except (OSError, *DECODE_ERRORS) as error:
+        raise ConfigurationError(f"{file} cannot be used: {error}; remove it to run without a controller") from error
 
 
 def tls_context(settings: AgentSettings) -> ssl.SSLContext | None:
@@ -247,13 +308,13 @@ def _name_problems(s: AgentSettings) -> Iterator[str]:
 
 
 def _address_problems(s: AgentSettings) -> Iterator[str]:
-    if not s.controllers:
-        yield "an agent needs a controller: give --controller http://HOST:PORT"
+    if not s.controllers and not s.standalone:
+        yield "an agent needs a controller: give --controller http://HOST:PORT, or --standalone to run without one"
     for url in s.controllers:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
             yield f"{url!r} is not a controller's base URL: expected http://HOST:PORT or https://HOST:PORT"
-    if s.ca_file is not None and not any(url.startswith("https://") for url in s.controllers):
+    if s.ca_file is not None and s.controllers and not any(url.startswith("https://") for url in s.controllers):
         yield "--ca-file applies to https:// controllers only: give an https:// URL with --controller"
     if s.join_token_file is not None and s.token_file is None:
         yield "--join-token-file needs --token-file, the file where the agent stores this node's own token"
@@ -270,8 +331,9 @@ def _address_problems(s: AgentSettings) -> Iterator[str]:
             "give this node's own address, such as --vault-listen 10.0.0.7:7702"
         )
     if s.metrics_listen:
-        parse_listen_address(s.metrics_listen)
-        if s.metrics_token_file is None and s.token_file is None:
+        metrics_host, _ = parse_listen_address(s.metrics_listen)
+        is_open = s.standalone and metrics_host in LOOPBACK
+        if s.metrics_token_file is None and s.token_file is None and not is_open:
             fix = "give --token-file or --metrics-token-file, or --metrics-listen '' to turn it off"
             yield f"/metrics needs a token: {fix}"
 

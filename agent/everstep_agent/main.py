@@ -39,7 +39,7 @@ async def serve(settings: AgentSettings, parent: int) -> None:
         die_with_parent(parent, signal.SIGHUP)
         if os.getppid() != parent:
             lose_parent()  # before taking any lock that the next agent waits for
-    if settings.join_token_file is not None:
+    if settings.join_token_file is not None and settings.controllers:
         # Imports an HTTP client, which an enrolled agent does not need.
         from everstep_agent.uplink.credentials import ensure_token
 

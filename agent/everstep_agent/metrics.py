@@ -63,7 +63,8 @@ class AgentMetrics(msgspec.Struct, frozen=True, kw_only=True):
     jobs: int
     snapshot_interval_steps: Mapping[str, int]
     clock_skew_s: float | None
-    is_vault_up: bool
+    is_vault_up: bool | None  # None without a vault, in a standalone agent
+    log_bundles: int = 0
     vault_restarts: int
     vault_statistics: StatisticsAnswer | None
     processes: Mapping[str, int]
@@ -198,6 +199,7 @@ def _agent_families(m: AgentMetrics) -> Iterator[Metric]:
         ("reports_refused", "Reports dropped because the controller cannot accept them.", m.spool_refused),
         ("registrations", "Answered registrations.", m.registrations),
         ("sensor_restarts", "Restarts of the sensor process.", 0 if report is None else report.sensor_restarts),
+        ("log_bundles", "Bundles of logs kept before remedies or on request.", m.log_bundles),
         ("scrapes_refused", "Requests for metrics without the token.", m.refused_scrapes),
     ]
     by_severity = {str(level): sum(f.severity is level for f in m.findings) for level in Severity}
@@ -240,6 +242,8 @@ def _vault_families(m: AgentMetrics) -> Iterator[Metric]:
     def one(kind: _Kind, name: str, help_text: str, value: float) -> Metric:
         return _family(kind, f"vault_{name}", help_text, ("node",), [((m.node,), value)])
 
+    if m.is_vault_up is None:
+        return
     yield one(GaugeMetricFamily, "up", "1 while the vault serves.", m.is_vault_up)
     yield one(CounterMetricFamily, "restarts", "Restarts of the vault.", m.vault_restarts)
     if m.vault_statistics is None:
@@ -368,12 +372,14 @@ STOP_TIMEOUT_S = 2.0
 
 
 class MetricsServer:
-    """Serve the metrics of ``collector`` to clients that present ``token``.
+    """Serve the metrics of ``collector`` to clients that present ``token``; to all clients if ``token`` is None.
 
     ``address`` is the listening address. ``close`` ends the thread. Raises OSError if the address cannot be bound.
     """
 
-    def __init__(self, host: str, port: int, token: Callable[[], str], collector: Collector, clock: Clock) -> None:
+    def __init__(
+        self, host: str, port: int, token: Callable[[], str] | None, collector: Collector, clock: Clock
+    ) -> None:
         # Without describing, or registering would collect before there are metrics.
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(collector)
@@ -433,18 +439,23 @@ class MetricsServer:
             return _response(HTTPStatus.METHOD_NOT_ALLOWED, b"use GET\n", more=("Allow: GET",))
         if path.partition("?")[0] != "/metrics":
             return _response(HTTPStatus.NOT_FOUND, b"only /metrics is served here\n")
-        token = self._token()
-        headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        shown = headers.get("authorization", "").encode("latin-1")
-        if not token or not hmac.compare_digest(shown, f"Bearer {token}".encode()):
-            self.refused_count += 1
-            why = b"send the token of --metrics-token-file as a Bearer token\n"
-            return _response(HTTPStatus.UNAUTHORIZED, why, more=("WWW-Authenticate: Bearer",))
+        if self._token is not None and (refusal := self._refusal(self._token(), lines)):
+            return refusal
         try:
             content = generate_latest(self._registry)
         except TimeoutError:
             return _response(HTTPStatus.SERVICE_UNAVAILABLE, b"the agent's event loop does not answer\n")
         return _response(HTTPStatus.OK, content, CONTENT_TYPE_LATEST)
+
+    def _refusal(self, token: str, lines: list[str]) -> bytes:
+        """Return the answer to a request without the token; empty if the request has it."""
+        headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        shown = headers.get("authorization", "").encode("latin-1")
+        if token and hmac.compare_digest(shown, f"Bearer {token}".encode()):
+            return b""
+        self.refused_count += 1
+        why = b"send the token of --metrics-token-file as a Bearer token\n"
+        return _response(HTTPStatus.UNAUTHORIZED, why, more=("WWW-Authenticate: Bearer",))
 
 
 def _response(

@@ -26,8 +26,26 @@ from everstep.wire.framing import SUPPORTED_VERSIONS
 from everstep.wire.v1.agent import Domain, GpuGauges
 from everstep.wire.v1.directives import Directive, ProtectVersion, RunProbe, SpillVersion, VersionNotice
 from everstep.wire.v1.local import Welcome, WrongProduct
+from everstep.wire.v1.node_status import (
+    HEALTH_FILE,
+    DescribeNode,
+    FleetJoined,
+    JoinFleet,
+    LocalAnswer,
+    LocalRequest,
+    LogBundleMade,
+    MakeLogBundle,
+    NodeStatus,
+)
 from everstep.wire.v1.training import AnyReport, FindingCleared, FindingRaised, RankProgress
-from everstep_agent.config import AgentSettings, parse_labels, parse_listen_address, read_token
+from everstep_agent.config import (
+    JOINED_FILE,
+    AgentSettings,
+    join_settings,
+    parse_labels,
+    parse_listen_address,
+    read_token,
+)
 from everstep_agent.findings.monitor import SensorMonitor, SensorSettings
 from everstep_agent.findings.node_findings import ClockSkewEstimate, NodeFindings, find_agent_problems
 from everstep_agent.jobs.local_processes import LocalJob
@@ -35,6 +53,9 @@ from everstep_agent.jobs.oom_kills import OomKills
 from everstep_agent.jobs.registry import JobRegistry
 from everstep_agent.jobs.socket import AgentSocketServer
 from everstep_agent.lifecycle import AgentRunDirectory, write_atomically
+from everstep_agent.local.health import HealthFile, gpu_summaries, health_reason, judge_health, port_summaries
+from everstep_agent.local.log_bundles import BundleContents, LogBundles
+from everstep_agent.local.node_socket import NodeSocketServer
 from everstep_agent.probes.wrong_products import WrongProductStore
 from everstep_agent.sensors.gauges import fresh_report, gpu_gauges
 from everstep_agent.sensors.sensor_messages import SensorReport
@@ -75,6 +96,18 @@ class ReadyFile(msgspec.Struct, frozen=True, kw_only=True):
     sensor_pid: int
     metrics: str
     metrics_token_file: str
+
+
+def make_welcome(settings: AgentSettings) -> Welcome:
+    """Return the agent's first frame to launchers and ranks."""
+    return Welcome(
+        protocol=max(SUPPORTED_VERSIONS),
+        node=settings.node,
+        vault_socket=str(settings.vault_socket.absolute()),
+        rank_heartbeat_interval_s=settings.tick_interval_s,
+        controllers=settings.controllers,
+        ca_file=str(settings.ca_file.absolute()) if settings.ca_file is not None else "",
+    )
 
 
 class Supervisor:
@@ -131,7 +164,10 @@ class Supervisor:
             batch_window_s=settings.report_batch_window_s,
         )
         self._heartbeat_protocol = HeartbeatProtocol(settings.node, self.incarnation, __version__)
-        self._uplink = Uplink(settings, self._heartbeat_protocol, self._spool, self, clock)
+        self._uplink: Uplink | None = None  # None while the agent runs standalone
+        self._is_joining = False
+        if settings.controllers:
+            self._uplink = Uplink(settings, self._heartbeat_protocol, self._spool, self, clock)
         self._jobs = JobRegistry(
             settings.node,
             clock,
@@ -141,38 +177,42 @@ class Supervisor:
             unresponsive_after_s=settings.unresponsive_after_s,
             oom_kills=OomKills(clock, settings.kernel_log_path),
         )
-        welcome = Welcome(
-            protocol=max(SUPPORTED_VERSIONS),
-            node=settings.node,
-            vault_socket=str(settings.vault_socket.absolute()),
-            rank_heartbeat_interval_s=settings.tick_interval_s,
-            controllers=settings.controllers,
-            ca_file=str(settings.ca_file.absolute()) if settings.ca_file is not None else "",
+        self._socket_server = AgentSocketServer(
+            settings.agent_socket, make_welcome(settings), self._jobs, settings.max_connections
         )
-        self._socket_server = AgentSocketServer(settings.agent_socket, welcome, self._jobs, settings.max_connections)
+        self._node_socket = NodeSocketServer(settings.node_socket, self._handle_local_request)
+        self._health_file = HealthFile(settings.run_dir / HEALTH_FILE)
+        self._bundles = LogBundles(settings.resolved_bundle_dir, clock, self._collect_bundle)
 
     # Start and end
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serve until ``stop`` is set, then end in order. Raises Unavailable if no vault can be started."""
         try:
-            await self._vault.start()
-            await self._socket_server.start()
+            if self._uplink is not None:
+                await self._serve_jobs()
+            await self._node_socket.start()
             self._start_metrics()
             self._start_task(self._keep_running("sensors", self._sensors.run))
-            self._start_task(self._keep_running("vault", self._vault.run))
-            watch = partial(self._socket_server.watch_silence, self._settings.tick_interval_s / 2)
-            self._start_task(self._keep_running("silence watch", watch))
             waits = [asyncio.ensure_future(event.wait()) for event in (self._first_report_received, stop)]
             await asyncio.wait(waits, timeout=FIRST_REPORT_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
             for wait in waits:
                 wait.cancel()
-            self._start_task(self._keep_running("uplink", self._uplink.run))
+            if self._uplink is not None:
+                self._start_task(self._keep_running("uplink", self._uplink.run))
             self._start_task(self._keep_running("self-health", self._run_self_checks))
             log.info("the agent of node %s is running", self._settings.node, extra={"node": self._settings.node})
             await stop.wait()
         finally:
             await self._end()
+
+    async def _serve_jobs(self) -> None:
+        """Start the vault, and the socket of launchers and ranks. Raises Unavailable."""
+        await self._vault.start()
+        await self._socket_server.start()
+        self._start_task(self._keep_running("vault", self._vault.run))
+        watch = partial(self._socket_server.watch_silence, self._settings.tick_interval_s / 2)
+        self._start_task(self._keep_running("silence watch", watch))
 
     async def _keep_running(self, name: str, loop: Callable[[], Awaitable[None]]) -> None:
         """Run ``loop`` for as long as the agent lives, and restart it when it fails."""
@@ -190,16 +230,17 @@ class Supervisor:
 
     async def _end(self) -> None:
         """End in order. Trainers are not notified: they run on and reconnect to the next agent."""
-        if self._heartbeat_protocol.is_registered:
+        if self._uplink is not None and self._heartbeat_protocol.is_registered:
             await self._uplink.flush(FINAL_FLUSH_TIMEOUT_S)
         self._socket_server.close()
+        self._node_socket.close()
         self._orders.close()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self._prober is not None:
             await self._prober.close()
-        obsolete = ["agent.json", "agent.sock"]
+        obsolete = ["agent.json", "agent.sock", HEALTH_FILE]
         if self._should_detach_vault():
             self._vault.detach()
             log.info("jobs have slots here; the vault keeps running for the next agent in %s", self._settings.run_dir)
@@ -226,6 +267,11 @@ class Supervisor:
             self._write_ready_file()
             self._update_agent_findings()
             self._report_all(self._findings.expire(self._clock.monotonic()))
+            findings = self._findings.findings
+            self._health_file.update(self._sensor_report or SensorReport(), findings, self._clock.wall())
+            self._bundles.note_findings(findings)
+            if self._bundles.is_due:
+                self._start_task(self._bundles.make_due())
             if self._clock_skew.skew_s is not None:
                 self._sensors.set_clock_skew(self._clock_skew.skew_s)
             await asyncio.sleep(SELF_CHECK_INTERVAL_S)
@@ -263,7 +309,8 @@ class Supervisor:
     def _on_vault_change(self) -> None:
         self._update_agent_findings()
         self._write_ready_file()
-        self._uplink.beat_now()
+        if self._uplink is not None:
+            self._uplink.beat_now()
 
     def _report_all(self, changes: list[FindingRaised | FindingCleared]) -> None:
         for change in changes:
@@ -274,8 +321,9 @@ class Supervisor:
         self.report(self._findings.add_one_time(raised, self._clock.monotonic()))
 
     def report(self, report: AnyReport) -> None:
-        """Queue a report for the controller."""
-        self._uplink.report(report)
+        """Queue a report for the controller. A controller that is joined later gets all findings by a heartbeat."""
+        if self._uplink is not None:
+            self._uplink.report(report)
 
     def configure_vault_job(self, job: LocalJob) -> None:
         self._vault.configure(job)
@@ -351,6 +399,84 @@ class Supervisor:
             self._prober = Prober()
         self.report(await self._prober.run(body, self._settings.node, self._wrong_products.products))
 
+    # Requests on node.sock
+
+    async def _handle_local_request(self, request: LocalRequest) -> LocalAnswer:
+        """Answer a request. Raises EverstepError if it is refused."""
+        match request:
+            case DescribeNode():
+                return self._describe_status()
+            case MakeLogBundle():
+                path = await self._bundles.make("a request")
+                return LogBundleMade(path=str(path), size_bytes=path.stat().st_size)
+            case JoinFleet():
+                return await self._join(request)
+
+    def _describe_status(self) -> NodeStatus:
+        report, findings = self._sensor_report or SensorReport(), self._findings.findings
+        now, uplink = self._clock.wall(), self._uplink
+        poll = fresh_report(report, now).poll
+        answered_at = None if uplink is None else uplink.answered_at
+        return NodeStatus(
+            node=self._settings.node,
+            version=__version__,
+            at=now,
+            polled_at=report.polled_at,
+            health=judge_health(findings, report.polled_at, now),
+            reason=health_reason(findings),
+            driver_version=poll.driver_version,
+            findings=findings,
+            gpus=gpu_summaries(poll),
+            ports=port_summaries(poll),
+            controllers=self._settings.controllers,
+            controller_silent_s=None if answered_at is None else self._clock.monotonic() - answered_at,
+            newest_bundle=str(self._bundles.newest or ""),
+        )
+
+    async def _join(self, request: JoinFleet) -> FleetJoined:
+        """Connect a standalone agent to controllers. Raises ConfigurationError, Unavailable, EverstepError."""
+        if self._uplink is not None or self._is_joining:
+            known = ", ".join(self._settings.controllers) or "one that is being joined"
+            raise ConfigurationError(f"this agent has a controller ({known}): change its setting and restart it")
+        self._is_joining = True
+        try:
+            settings = join_settings(self._settings, request)
+            if settings.join_token_file is not None and settings.token_file and not settings.token_file.exists():
+                from everstep_agent.uplink.credentials import enrol  # imports what an enrolled agent does not need
+
+                await asyncio.to_thread(enrol, settings)
+            read_token(settings.token_file, "agent token")
+            uplink = Uplink(settings, self._heartbeat_protocol, self._spool, self, self._clock)
+            await self._serve_jobs()
+            write_atomically(settings.run_dir / JOINED_FILE, request)
+        finally:
+            self._is_joining = False
+        self._settings, self._uplink = settings, uplink
+        self._socket_server.welcome = make_welcome(settings)
+        self._start_task(self._keep_running("uplink", uplink.run))
+        log.info("joined %s", ", ".join(settings.controllers), extra={"node": settings.node})
+        return FleetJoined(
+            sentence=f"{settings.node} connects to {', '.join(settings.controllers)}. Put the address into the agent's "
+            f"settings too, in place of --standalone: {settings.run_dir / JOINED_FILE} may not survive a reboot."
+        )
+
+    def _collect_bundle(self, reason: str) -> BundleContents:
+        report = self._sensor_report or SensorReport()
+        parts = {
+            "status.json": msgspec.json.format(msgspec.json.encode(self._describe_status())),
+            "findings.json": msgspec.json.format(msgspec.json.encode(self._findings.findings)),
+            "sensors.json": msgspec.json.format(msgspec.json.encode(report.poll)),
+            "recent-kernel-lines.txt": "\n".join(self._sensors.recent_kernel_lines).encode(),
+        }
+        return BundleContents(
+            node=self._settings.node,
+            reason=reason,
+            parts=parts,
+            kernel_log=self._settings.kernel_log_path,
+            state_file=str(self._settings.run_dir / "sensors.state"),
+            has_bug_report=self._settings.bundle_bug_report,
+        )
+
     # Metrics
 
     def _metrics_token_file(self) -> Path | None:
@@ -368,12 +494,14 @@ class Supervisor:
         collector = AgentCollector(read_metrics, dcgm_names=self._settings.dcgm_names)
         host, port = parse_listen_address(self._settings.metrics_listen)
         file = self._metrics_token_file()
-        self._metrics = MetricsServer(host, port, lambda: read_token(file, "metrics token"), collector, self._clock)
+        token = None if file is None else partial(read_token, file, "metrics token")
+        self._metrics = MetricsServer(host, port, token, collector, self._clock)
 
     async def _read_metrics(self) -> AgentMetrics:
         from everstep_agent.metrics import AgentMetrics
 
-        answered_at = self._uplink.answered_at
+        uplink = self._uplink
+        answered_at = None if uplink is None else uplink.answered_at
         processes = {"supervisor": os.getpid(), "sensors": self._sensors.pid, "vault": self._vault.pid}
         report = self._sensor_report
         return AgentMetrics(
@@ -386,7 +514,7 @@ class Supervisor:
             spool_bytes=self._spool.size_bytes,
             spool_dropped=self._spool.dropped_count,
             spool_refused=self._spool.refused_count,
-            requests=dict(self._uplink.outcomes),
+            requests={} if uplink is None else dict(uplink.outcomes),
             registrations=self._heartbeat_protocol.registrations,
             controller_silent_s=None if answered_at is None else self._clock.monotonic() - answered_at,
             local_event_counts=dict(self._jobs.event_counts),
@@ -396,8 +524,9 @@ class Supervisor:
             jobs=len(self._jobs.jobs),
             snapshot_interval_steps=self._jobs.snapshot_interval_steps(),
             clock_skew_s=self._clock_skew.skew_s,
-            is_vault_up=not self._vault.down_reason,
+            is_vault_up=None if uplink is None else not self._vault.down_reason,
+            log_bundles=self._bundles.made_count,
             vault_restarts=self._vault.restarts,
-            vault_statistics=await self._vault.statistics(0.5),
+            vault_statistics=None if uplink is None else await self._vault.statistics(0.5),
             processes={name: pid for name, pid in processes.items() if pid},
         )

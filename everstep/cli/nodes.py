@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from everstep.cli import tables
+from everstep.cli import local_node, tables
 from everstep.cli.context import Json, Reason, connected_client, print_change, print_error, send_order, show
 from everstep.client import Call, calls
 from everstep.command_line import make_app
@@ -115,3 +115,8 @@ def cancel_maintenance(
 ) -> None:
     """Cancel planned maintenance. To end maintenance that has begun, use readmit."""
     send_order(context, calls.cancel_maintenance, reason=reason, node=node or None, rack=rack or None)
+
+
+app.command()(local_node.local)
+app.command()(local_node.bundle)
+app.command()(local_node.join)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import mmap
 import os
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
@@ -156,6 +157,9 @@ MAX_BACKLOG_AGE_S = 900.0
 """Maximum age in seconds of kernel log lines that an agent without saved state reads. The cause of an older line has
 been cured, or shows in NVML. A fresh installation must not evict a node for the XID of last month."""
 
+MAX_RECENT_LINES, MAX_RECENT_CHARACTERS = 500, 500
+"""Lines of the kernel log that are kept in memory for a bundle of logs, and characters of each."""
+
 LOG_BURST_PAUSE_S = 0.01
 """Seconds between two portions of an endless kernel log, so that the event loop's other work runs."""
 
@@ -183,6 +187,12 @@ class SensorMonitor:
         self._polled_at = 0.0
         self._hangs = self._crashes = self._restarts = 0
         self._skew_s: float | None = None
+        self._recent_lines: deque[str] = deque(maxlen=MAX_RECENT_LINES)
+
+    @property
+    def recent_kernel_lines(self) -> tuple[str, ...]:
+        """The newest lines of the kernel log, cut to MAX_RECENT_CHARACTERS: a pipe cannot be read twice."""
+        return tuple(self._recent_lines)
 
     @property
     def pid(self) -> int | None:
@@ -326,6 +336,7 @@ class SensorMonitor:
     def _read_kernel_log(self, log: KernelLog) -> bool:
         """Process one portion, a few milliseconds of work. Returns whether there may be more."""
         lines = log.read()
+        self._recent_lines.extend(line[:MAX_RECENT_CHARACTERS] for line in lines)
         changed = self._assessor.process_kernel_lines(lines, self._now())
         if bool(log.error) != self._log_failed:
             self._log_failed = bool(log.error)

@@ -21,7 +21,7 @@ TOKEN = "agent:n1:mac"
 
 
 class AgentProcess:
-    """The agent of one node, in consecutive processes over the same directories."""
+    """The agent of one node, in consecutive processes over the same directories. ``controller``: "" for none."""
 
     def __init__(self, base: Path, controller: str, node: str) -> None:
         self.node = node
@@ -51,8 +51,9 @@ class AgentProcess:
 
     def launch(self, *options: str) -> WarmProgram:
         """Start the agent again without waiting for it."""
-        command = ["-m", "everstep_agent.main", "--node", self.node, "--controller", self.controller]
-        command += ["--token-file", str(self.token_file), "--run-dir", str(self.run_dir)]
+        command = ["-m", "everstep_agent.main", "--node", self.node, "--run-dir", str(self.run_dir)]
+        if self.controller:
+            command += ["--controller", self.controller, "--token-file", str(self.token_file)]
         command += ["--segment-dir", str(self.segments), "--kernel-log", str(self.kernel_log)]
         command += ["--virtual", "default:2", *options]
         self.processes.append(WarmProgram(command, Path.cwd(), os.environ, self._log, self._log))

@@ -12,6 +12,7 @@ import pytest
 
 from everstep.errors import ConfigurationError
 from everstep_agent.config import (
+    JOINED_FILE,
     PRESETS,
     PROGRAM,
     AgentSettings,
@@ -117,3 +118,28 @@ def test_wrong_flag_ends_with_the_childs_status(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(SystemExit) as ended:
         read_flags()
     assert ended.value.code == 2
+
+
+def test_standalone_agent_needs_no_controller_and_no_token(tmp_path: Path) -> None:
+    flags = ["--node", "n1", "--run-dir", str(tmp_path)]
+    with pytest.raises(ConfigurationError, match="or --standalone to run without one"):
+        agent_settings(flags, {})
+    assert agent_settings([*flags, "--standalone"], {}).controllers == ()
+    with pytest.raises(ConfigurationError, match="/metrics needs a token"):
+        agent_settings([*flags, "--standalone", "--metrics-listen", "0.0.0.0:7703"], {})
+
+
+def test_standalone_agent_starts_with_the_fleet_that_it_joined(tmp_path: Path) -> None:
+    flags = ["--node", "n1", "--run-dir", str(tmp_path), "--standalone"]
+    (tmp_path / JOINED_FILE).write_text('{"type":"JoinFleet","controllers":["http://c:1/"],"token_file":"/t"}')
+    settings = agent_settings(flags, {})
+    assert (settings.controllers, settings.token_file) == (("http://c:1",), Path("/t"))
+    assert agent_settings([*flags, "--controller", "http://d:1"], {}).controllers == ("http://d:1",)
+    (tmp_path / JOINED_FILE).write_text("{")
+    with pytest.raises(ConfigurationError, match="remove it to run without a controller"):
+        agent_settings(flags, {})
+
+
+def test_bundles_survive_a_reboot_unless_the_agent_is_private() -> None:
+    assert parsed(STATE_DIRECTORY="/var/lib/x:/y").bundle_dir == Path("/var/lib/x/bundles")
+    assert parsed("--virtual", "default", STATE_DIRECTORY="/var/lib/x").bundle_dir == Path("/tmp/x/bundles")

@@ -13,12 +13,14 @@ import socket
 import struct
 from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 
 from everstep.clock import Backoff
 from everstep.errors import AuthenticationError, EverstepError, MalformedMessage, Unavailable
 from everstep.wire.framing import SUPPORTED_VERSIONS, FrameDecoder, encode_frame
 from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob
 from everstep.wire.v1.local import MAX_FRAME_BYTES, ConnectionRole, FromAgent, Goodbye, Hello, RankExited, Welcome
+from everstep.wire.v1.node_status import NODE_SOCKET
 from everstep.wire.v1.training import LauncherJoined, LauncherLeaving
 
 log = logging.getLogger(__name__)
@@ -74,7 +76,7 @@ class LauncherConnection:
                 attempt, logged = 0, ""
                 log.warning("the agent at %s closed the connection; training continues, reconnecting", self._path)
             except (OSError, EverstepError) as error:
-                problem = f"no agent at {self._path}: {error}"
+                problem = describe_absence(self._path, error)
                 if attempt >= 3 and problem != logged:  # an agent that restarts is back within a few attempts
                     log.warning("%s; training continues, reconnecting", problem)
                     logged = problem
@@ -126,6 +128,16 @@ class LauncherConnection:
         writer.write(encode_frame(self._make_joined()))
         while self._unsent:
             self.report(self._unsent.popleft())
+
+
+def describe_absence(path: str, error: Exception) -> str:
+    """Return why no agent serves jobs at the socket."""
+    if isinstance(error, FileNotFoundError) and Path(path).with_name(NODE_SOCKET).exists():
+        return (
+            f"the agent in {Path(path).parent} runs standalone, without a controller, and serves no jobs: connect it "
+            "by `everstep node join URL`, or omit --agent-socket for a run with a controller of its own"
+        )
+    return f"no agent at {path}: {error}"
 
 
 def _check_peer(writer: asyncio.StreamWriter) -> None:
