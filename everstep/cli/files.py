@@ -21,7 +21,7 @@ SHIPPED = {
     "dashboards": ("dashboards/grafana", "Grafana dashboards"),
     "alerts": ("dashboards/prometheus", "Prometheus rules and alerts, and an example of Alertmanager's routes"),
     "prometheus": ("deploy/prometheus", "Prometheus configuration that scrapes controllers and agents"),
-    "slurm": ("deploy/slurm", "batch scripts that train in a Slurm allocation"),
+    "slurm": ("deploy/slurm", "batch scripts that train in a Slurm allocation, and health checks of nodes"),
     "systemd": ("deploy/systemd", "systemd units of the controller and the agent"),
     "helm": ("deploy/helm/everstep", "Helm chart of controllers and agents"),
     "kubernetes": ("deploy/kubernetes/examples", "trainers on Kubernetes: a Pod on one node, a JobSet on several"),
