@@ -19,10 +19,12 @@ from everstep.cli.context import ConnectionOptions, Json, choose, get_function, 
 from everstep.cli.tables import table
 from everstep.client import Client
 from everstep.doctor import accelerators, access, limits, memory, network
+from everstep.doctor import sensors as agent_sensors
 from everstep.doctor.results import Check, CheckResult, Status, ok, run_checks
 from everstep.errors import ConfigurationError, EverstepError
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.local import DEFAULT_AGENT_SOCKET
+from everstep.wire.v1.node_status import NODE_SOCKET
 
 INFINIBAND = Path("/sys/class/infiniband")
 INIT_STATUS = Path("/proc/1/stat")
@@ -44,12 +46,18 @@ def doctor(
     nodes: Annotated[int, typer.Option(min=1, help="Number of nodes of the job.")] = 1,
     ranks: Annotated[int, typer.Option(min=0, help="Number of ranks on this node. Default: one per GPU.")] = 0,
     port: Annotated[list[int] | None, typer.Option(help="Port that must be free, such as --rdzv-endpoint's.")] = None,
+    sensors: Annotated[
+        bool, typer.Option("--sensors", help="Check only what the agent's sensors read here, and why not more.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Check this machine before it trains: memory, network, limits, torch, GPUs, and access to the controller.
 
     The exit status is 1 if a check failed.
     """
+    if sensors:
+        _report({"sensors": agent_sensors.check_sensors}, as_json)
+        return
     given: ConnectionOptions = context.obj
     with reporting_errors():
         state_bytes = parse_size(model_bytes) if model_bytes else None
@@ -71,6 +79,11 @@ def doctor(
         "torch": lambda: accelerators.check_torch(accelerators.read_torch(), driver()),
         "controller": partial(_controller, given),
     }
+    _report(checks, as_json)
+
+
+def _report(checks: dict[str, Check], as_json: bool) -> None:
+    """Run the checks and print their results. Exits with 1 if one failed."""
     report = run_checks(checks)
     view = table("check", "", "what")
     for result in report.results:
@@ -104,8 +117,11 @@ def _native() -> Iterator[CheckResult]:
 def _agent() -> Iterator[CheckResult]:
     named = os.environ.get("EVERSTEP_LAUNCH_AGENT_SOCKET")
     path = Path(named or DEFAULT_AGENT_SOCKET)
+    if not path.exists() and path.with_name(NODE_SOCKET).exists():
+        yield ok("agent", f"the one in {path.parent} runs standalone: everstep-launch brings a controller of its own")
+        return
     exists = bool(named) or path.exists()  # the launcher waits at a socket that was named
-    return limits.check_agent(path, exists, limits.connect_error(path) if exists else "")
+    yield from limits.check_agent(path, exists, limits.connect_error(path) if exists else "")
 
 
 def _controller(given: ConnectionOptions) -> Iterator[CheckResult]:
