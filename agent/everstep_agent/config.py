@@ -71,6 +71,9 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     kernel_log: str = ""
     """Kernel log to read XIDs from: ``/dev/kmsg``, a file of the kernel's lines alone, or a pipe. ``/dev/null``: none.
     Default: ``/dev/kmsg``; none with simulated GPUs."""
+    sysfs_root: Path = Path("/sys")
+    """Where the sensors find sysfs. An agent in a container with a network of its own needs the host's, mounted at
+    another place, to see the host's network ports."""
     expected_gpus: int | None = None
     """Number of GPUs that this node must have. Default: as many as its PCI bus shows."""
     bundle_dir: Path | None = None

@@ -132,6 +132,7 @@ class Supervisor:
                     virtual=settings.virtual,
                     virtual_control=str(settings.virtual_control or ""),
                     virtual_folder=str((settings.run_dir / "virtual-machine").absolute()),
+                    sysfs_root=str(settings.sysfs_root),
                     kernel_log=settings.kernel_log_path,
                     state_path=str(settings.run_dir / "sensors.state"),
                     hold_file=str(settings.run_dir / NVML_HOLD_FILE),

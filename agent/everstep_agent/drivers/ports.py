@@ -181,11 +181,16 @@ def default_route_ports(root: Path, proc: Path) -> frozenset[str]:
 
 
 def _default_interfaces(proc: Path) -> Iterable[str]:
-    for line in (read_text(proc / "net/route") or "").splitlines():
+    """Yield the interfaces with a default route of the first process that this one sees.
+
+    With the host's process ids that is the host's init, whatever network this process has: the ports are the host's.
+    """
+    net = proc / "1/net" if (proc / "1/net").is_dir() else proc / "net"
+    for line in (read_text(net / "route") or "").splitlines():
         fields = line.split()  # Iface Destination Gateway Flags RefCnt Use Metric Mask ...
         if len(fields) > 7 and fields[1] == fields[7] == "00000000":
             yield fields[0]
-    for line in (read_text(proc / "net/ipv6_route") or "").splitlines():
+    for line in (read_text(net / "ipv6_route") or "").splitlines():
         fields = line.split()  # destination, prefix length, ..., device
         if len(fields) > 9 and fields[1] == "00" and not fields[0].strip("0"):
             yield fields[-1]

@@ -27,6 +27,8 @@ from everstep_agent.sensors.host import HostSensor, NetworkSensor
 CHECKS = ("kernel log", "host", "network ports", "PCI bus", "GPUs")
 """Names of the sensors, in the order in which they are read."""
 
+SYS = Path("/sys")
+
 MAX_NAMES = 6
 """Names that a sentence lists; the others are counted."""
 
@@ -45,7 +47,7 @@ def survey(sys_root: Path, proc: Path, dev: Path, kernel_log: str) -> Iterator[C
     checks: tuple[Callable[[], Iterator[CheckResult]], ...] = (
         lambda: check_kernel_log(kernel_log),
         lambda: check_host(proc),
-        lambda: check_ports(sys_root, proc),
+        lambda: check_ports(sys_root, proc, is_own_sysfs=sys_root == SYS),
         lambda: check_bus(sys_root, proc, dev, bus),
         lambda: check_gpus(bus),
     )
@@ -94,22 +96,28 @@ def check_host(proc: Path) -> Iterator[CheckResult]:
     yield ok("host", _coverage(sample, ("error", "clock_skew_s")))
 
 
-def check_ports(sys_root: Path, proc: Path) -> Iterator[CheckResult]:
-    """Check that the machine's ports are visible, and those of training among them."""
+def check_ports(sys_root: Path, proc: Path, *, is_own_sysfs: bool) -> Iterator[CheckResult]:
+    """Check that the machine's ports are visible, and those of training among them.
+
+    Args:
+        sys_root: The root of sysfs.
+        proc: The root of procfs.
+        is_own_sysfs: ``sys_root`` shows the ports of this process's network, and not the host's by a mount.
+    """
     name = "network ports"
     if not (sys_root / "class").is_dir():
         yield fail(name, f"{sys_root} is empty: mount sysfs")
         return
     ports = NetworkSensor(sys_root, proc).poll()
+    shows_own_network = is_own_sysfs and _has_own_network(proc)
     fabric = [f"{port.name} ({port.role})" for port in ports if port.role in FABRIC_ROLES]
     others = [f"{port.name} ({port.role})" for port in ports if port.role not in FABRIC_ROLES]
-    has_own_network = _has_own_network(proc)
-    if has_own_network:
+    if shows_own_network:
         advice = "give the agent the host's network (hostNetwork, --network host), or --sysfs-root with the host's /sys"
         yield warn(name, f"this process is in a network namespace of its own and sees only its ports: {advice}")
     if fabric:
         yield ok(name, f"watched: {_listed(fabric)}" + (f"; shown only: {_listed(others)}" if others else ""))
-    elif not has_own_network:
+    elif not shows_own_network:
         seen = f"shown only: {_listed(others)}" if others else "no port with a device is here"
         yield ok(name, f"no port of a compute or storage network; {seen}")
 
@@ -186,7 +194,7 @@ def _has_own_network(proc: Path) -> bool:
 def main() -> None:
     given = PROGRAM.read({}, os.environ)
     kernel_log = given.get("kernel_log") or "/dev/kmsg"
-    for result in survey(Path("/sys"), Path("/proc"), Path("/dev"), kernel_log):
+    for result in survey(given.get("sysfs_root", SYS), Path("/proc"), Path("/dev"), kernel_log):
         sys.stdout.write(msgspec.json.encode(result).decode() + "\n")
         sys.stdout.flush()
 

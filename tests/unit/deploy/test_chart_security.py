@@ -50,6 +50,16 @@ def test_only_agents_see_the_node(releases: Releases) -> None:
                 assert not spec.get("hostNetwork")
 
 
+def test_agents_on_the_pod_network_see_the_nodes_ports(releases: Releases) -> None:
+    for key, sees_sys in (("pools", True), ("sqlite", False), ("virtual", False)):
+        agents = [container for _, _, container in containers(releases[key]) if container["name"] == "agent"]
+        assert agents
+        for agent in agents:
+            mounts = [mount for mount in agent["volumeMounts"] if mount["mountPath"] == "/host/sys"]
+            assert mounts == ([{"name": "host-sys", "mountPath": "/host/sys", "readOnly": True}] if sees_sys else [])
+            assert ("--sysfs-root=/host/sys" in agent["args"]) is sees_sys
+
+
 def test_only_pods_that_call_kubernetes_hold_its_token(releases: Releases) -> None:
     for key, release in releases.items():
         holders = {name.partition("/")[0] for name, spec in pod_specs(release) if spec["automountServiceAccountToken"]}

@@ -87,6 +87,12 @@ def test_default_route_of_ipv6_counts(tmp_path: Path) -> None:
     assert default_route_ports(tmp_path, tmp_path) == {"eno1"}
 
 
+def test_default_route_is_that_of_the_first_process(tmp_path: Path) -> None:
+    line = "{} 00000000 0100000A 0003 0 0 0 00000000 0 0 0\n"
+    tree(tmp_path, **{"net/route": line.format("pod0"), "1/net/route": line.format("eno1")})
+    assert default_route_ports(tmp_path, tmp_path) == {"eno1"}
+
+
 def proc(root: Path, states: str) -> Path:
     tree(
         root,
