@@ -20,7 +20,7 @@ import msgspec
 
 from everstep import __version__
 from everstep.clock import Clock
-from everstep.errors import ConfigurationError
+from everstep.errors import ConfigurationError, Unavailable
 from everstep.vocabulary import Finding
 from everstep.wire.framing import SUPPORTED_VERSIONS
 from everstep.wire.v1.agent import Domain, GpuGauges
@@ -30,12 +30,14 @@ from everstep.wire.v1.node_status import (
     HEALTH_FILE,
     DescribeNode,
     FleetJoined,
+    GpusReleased,
     JoinFleet,
     LocalAnswer,
     LocalRequest,
     LogBundleMade,
     MakeLogBundle,
     NodeStatus,
+    ReleaseGpus,
 )
 from everstep.wire.v1.training import AnyReport, FindingCleared, FindingRaised, RankProgress
 from everstep_agent.config import (
@@ -56,6 +58,7 @@ from everstep_agent.lifecycle import AgentRunDirectory, write_atomically
 from everstep_agent.local.health import HealthFile, gpu_summaries, health_reason, judge_health, port_summaries
 from everstep_agent.local.log_bundles import BundleContents, LogBundles
 from everstep_agent.local.node_socket import NodeSocketServer
+from everstep_agent.local.nvml_hold import NvmlHold
 from everstep_agent.probes.wrong_products import WrongProductStore
 from everstep_agent.sensors.gauges import fresh_report, gpu_gauges
 from everstep_agent.sensors.sensor_messages import SensorReport
@@ -83,6 +86,11 @@ SELF_CHECK_INTERVAL_S = 1.0
 """Seconds between checks of the agent's own state."""
 
 LOOP_RESTART_S = 0.5
+
+RELEASE_TIMEOUT_S = 10.0
+"""Seconds in which the sensors must have closed NVML."""
+
+RELEASE_CHECK_S = 0.1
 
 
 class ReadyFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -182,6 +190,7 @@ class Supervisor:
             settings.agent_socket, make_welcome(settings), self._jobs, settings.max_connections
         )
         self._node_socket = NodeSocketServer(settings.node_socket, self._handle_local_request)
+        self._nvml_hold = NvmlHold(settings.run_dir / NVML_HOLD_FILE, clock)
         self._health_file = HealthFile(settings.run_dir / HEALTH_FILE)
         self._bundles = LogBundles(settings.resolved_bundle_dir, clock, self._collect_bundle)
 
@@ -270,6 +279,7 @@ class Supervisor:
             self._report_all(self._findings.expire(self._clock.monotonic()))
             findings = self._findings.findings
             self._health_file.update(self._sensor_report or SensorReport(), findings, self._clock.wall())
+            self._nvml_hold.expire()
             self._bundles.note_findings(findings)
             if self._bundles.is_due:
                 self._start_task(self._bundles.make_due())
@@ -412,6 +422,8 @@ class Supervisor:
                 return LogBundleMade(path=str(path), size_bytes=path.stat().st_size)
             case JoinFleet():
                 return await self._join(request)
+            case ReleaseGpus():
+                return await self._release_gpus(request.seconds)
 
     def _describe_status(self) -> NodeStatus:
         report, findings = self._sensor_report or SensorReport(), self._findings.findings
@@ -460,6 +472,22 @@ class Supervisor:
             sentence=f"{settings.node} connects to {', '.join(settings.controllers)}. Put the address into the agent's "
             f"settings too, in place of --standalone: {settings.run_dir / JOINED_FILE} may not survive a reboot."
         )
+
+    async def _release_gpus(self, seconds: float) -> GpusReleased:
+        """Have NVML closed, and wait until it is. Raises Unavailable if a call keeps it open."""
+        if not seconds:
+            self._nvml_hold.end()
+            return GpusReleased(until=0.0)
+        until, deadline = self._nvml_hold.begin(seconds), self._clock.monotonic() + RELEASE_TIMEOUT_S
+        asked_at = self._clock.wall()
+        while self._clock.monotonic() < deadline:
+            report = self._sensor_report or SensorReport()
+            is_closed = report.poll.nvml_held_s is not None and not report.poll.nvml_is_open
+            if report.polled_at > asked_at and is_closed and not report.poll.nvml_busy_with:
+                return GpusReleased(until=until)
+            await asyncio.sleep(RELEASE_CHECK_S)
+        self._nvml_hold.end()
+        raise Unavailable("a call of NVML has not returned, so the agent cannot close it: reboot the node instead")
 
     def _collect_bundle(self, reason: str) -> BundleContents:
         report = self._sensor_report or SensorReport()

@@ -24,7 +24,15 @@ from everstep.errors import DECODE_ERRORS, EverstepError, Unavailable
 from everstep.vocabulary import Severity
 from everstep.wire.v1 import node_status
 from everstep.wire.v1.local import DEFAULT_AGENT_SOCKET
-from everstep.wire.v1.node_status import NODE_SOCKET, FleetJoined, LocalRequest, LogBundleMade, NodeHealth, NodeStatus
+from everstep.wire.v1.node_status import (
+    NODE_SOCKET,
+    FleetJoined,
+    GpusReleased,
+    LocalRequest,
+    LogBundleMade,
+    NodeHealth,
+    NodeStatus,
+)
 
 T = TypeVar("T")
 
@@ -33,6 +41,7 @@ BUNDLE_TIMEOUT_S = 360.0
 """Seconds to wait for a bundle with the driver's report, which the agent stops after five minutes."""
 JOIN_TIMEOUT_S = 60.0
 """Seconds to wait for an enrolment and the start of a vault."""
+RELEASE_TIMEOUT_S = 15.0
 MAX_ANSWER_BYTES = 16 << 20
 
 EXIT_STATUS = {NodeHealth.HEALTHY: 0, NodeHealth.DEGRADED: 1, NodeHealth.UNKNOWN: 2, NodeHealth.UNFIT: 3}
@@ -101,6 +110,20 @@ def bundle(run_dir: RunDir = None) -> None:
     with reporting_errors():
         made = ask_agent(find_run_dir(run_dir), node_status.MakeLogBundle(), LogBundleMade, BUNDLE_TIMEOUT_S)
     console.print(made.path)
+
+
+def release_gpus(
+    run_dir: RunDir = None,
+    seconds: Annotated[
+        float, typer.Option(min=1, max=3600, help="Seconds after which the agent opens NVML again by itself.")
+    ] = 600.0,
+    end: Annotated[bool, typer.Option("--end", help="Let the agent open NVML again now.")] = False,
+) -> None:
+    """Have the agent of this machine close NVML, for a reset of a GPU or a new driver. Returns once it is closed."""
+    with reporting_errors():
+        request = node_status.ReleaseGpus(seconds=0.0 if end else seconds)
+        ask_agent(find_run_dir(run_dir), request, GpusReleased, RELEASE_TIMEOUT_S)
+    console.print("the agent watches GPUs again" if end else f"NVML is closed for {seconds:g} s at most")
 
 
 def join(

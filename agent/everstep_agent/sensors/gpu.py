@@ -79,6 +79,11 @@ class GpuSensor:
         return samples
 
     @property
+    def is_open(self) -> bool:
+        """Whether this process holds NVML open."""
+        return self._library is not None
+
+    @property
     def subjects(self) -> tuple[str, ...]:
         """The PCI addresses to read."""
         return tuple({**self.known_gpus, **self._absent})

@@ -91,6 +91,7 @@ class NodeSensors:
             known_gpus=self._watch.known_gpus,
             gpus=gpus,
             nvml_held_s=held_s,
+            nvml_is_open=self._gpu.is_open,
             nvml_busy_with=self._watch.busy_with,
             nvml_hung_s=self._watch.hung_s,
             pci_gpu_count=None if on_bus is None else sum(gpu.is_usable for gpu in on_bus),

@@ -53,6 +53,7 @@ class PollResult(Sample, frozen=True, kw_only=True):
     nvml_busy_with: str = ""  # the work on NVML as a whole that has not ended, such as its initialization
     nvml_hung_s: float = 0.0  # seconds that this work takes longer than it may
     nvml_held_s: float | None = None  # seconds since a person or a program ordered NVML to be let go
+    nvml_is_open: bool = False  # whether the sensor process holds NVML open
     nvml_error: str = ""  # the reason no GPU could be read
     nvml_error_code: int = 0  # the error of opening NVML
     sensor_errors: tuple[tuple[str, str], ...] = ()  # (sensor, reason) for each sensor that failed as a whole

@@ -55,7 +55,14 @@ class JoinFleet(Request, frozen=True, kw_only=True, tag=True):
     client_key: ShortText = ""
 
 
-LocalRequest = DescribeNode | MakeLogBundle | JoinFleet
+class ReleaseGpus(Request, frozen=True, kw_only=True, tag=True):
+    """Have the agent close NVML for ``seconds``, so that a GPU can be reset or the driver be replaced; 0 ends that.
+    Answer: GpusReleased, once NVML is closed."""
+
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=3600)]
+
+
+LocalRequest = DescribeNode | MakeLogBundle | JoinFleet | ReleaseGpus
 
 
 class GpuSummary(Message, frozen=True, kw_only=True):
@@ -123,10 +130,16 @@ class FleetJoined(Message, frozen=True, kw_only=True, tag=True):
     sentence: ShortText
 
 
+class GpusReleased(Message, frozen=True, kw_only=True, tag=True):
+    """NVML is closed until the time ``until`` (wall seconds); 0: it is opened again."""
+
+    until: float
+
+
 class LocalRefusal(Message, frozen=True, kw_only=True, tag=True):
     """The request was not carried out. ``message``: why, and what to do."""
 
     message: ShortText
 
 
-LocalAnswer = NodeStatus | LogBundleMade | FleetJoined | LocalRefusal
+LocalAnswer = NodeStatus | LogBundleMade | FleetJoined | GpusReleased | LocalRefusal

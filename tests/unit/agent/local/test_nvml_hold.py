@@ -1,0 +1,30 @@
+"""NVML stays closed for a bounded time, unless a person's file says otherwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from everstep.clock import ManualClock
+from everstep_agent.local.nvml_hold import NvmlHold
+
+
+def test_hold_ends_by_itself_in_the_next_agent_too(tmp_path: Path) -> None:
+    clock, path = ManualClock(), tmp_path / "nvml-hold"
+    NvmlHold(path, clock).begin(60.0)
+    later = NvmlHold(path, clock)
+    clock.advance(59.0)
+    later.expire()
+    assert path.exists()
+    clock.advance(1.0)
+    later.expire()
+    assert not path.exists()
+    later.end()
+
+
+def test_file_of_a_person_stays(tmp_path: Path) -> None:
+    clock, path = ManualClock(), tmp_path / "nvml-hold"
+    for content in ("", "until=tomorrow"):
+        path.write_text(content)
+        clock.advance(1e6)
+        NvmlHold(path, clock).expire()
+        assert path.exists()
