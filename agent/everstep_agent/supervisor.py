@@ -24,7 +24,7 @@ from everstep.errors import ConfigurationError, Unavailable
 from everstep.vocabulary import Finding
 from everstep.wire.framing import SUPPORTED_VERSIONS
 from everstep.wire.v1.agent import Domain, GpuGauges
-from everstep.wire.v1.directives import Directive, ProtectVersion, RunProbe, SpillVersion, VersionNotice
+from everstep.wire.v1.directives import Directive, ProtectVersion, ReleaseNvml, RunProbe, SpillVersion, VersionNotice
 from everstep.wire.v1.local import Welcome, WrongProduct
 from everstep.wire.v1.node_status import (
     HEALTH_FILE,
@@ -364,6 +364,7 @@ class Supervisor:
             labels=parse_labels(self._settings),
             gpus=poll.known_gpus,
             host=poll.host_identity,
+            takes_release=True,
         )
 
     def findings(self) -> tuple[Finding, ...]:
@@ -388,13 +389,15 @@ class Supervisor:
     def on_directives(self, directives: list[Directive]) -> None:
         """Carry out the controller's directives; ranks are notified before this returns."""
         bodies = [directive.body for directive in directives]
-        own = RunProbe | SpillVersion | ProtectVersion
+        own = RunProbe | SpillVersion | ProtectVersion | ReleaseNvml
         self._jobs.handle_directives([body for body in bodies if not isinstance(body, own)])
         for body in bodies:
             if isinstance(body, RunProbe):
                 self._start_task(self._probe(body))
             elif isinstance(body, SpillVersion | ProtectVersion):
                 self._orders.submit(body)
+            elif isinstance(body, ReleaseNvml):
+                self._nvml_hold.order(body.seconds)
             elif not isinstance(body, VersionNotice):
                 log.info("directive %s", type(body).__name__, extra={"node": self._settings.node})
 

@@ -31,6 +31,18 @@ class NvmlHold:
         write_private(self._path, _END + str(until).encode())
         return until
 
+    def order(self, seconds: float) -> None:
+        """Carry out an order of the controller: begin, or end for 0 seconds. Logs a failure."""
+        try:
+            if seconds:
+                self.begin(seconds)
+            else:
+                self.end()
+        except OSError as error:
+            log.error("%s cannot be changed, so NVML stays as it is: %s", self._path, error)
+        else:
+            log.info("NVML is %s by the controller's order", f"closed for {seconds:g} s" if seconds else "opened again")
+
     def end(self) -> None:
         """Let NVML be opened again."""
         self._path.unlink(missing_ok=True)

@@ -47,6 +47,7 @@ class NodeDescription(msgspec.Struct, frozen=True, kw_only=True):
     labels: dict[str, str] = {}
     gpus: tuple[agent.Gpu, ...] = ()
     host: agent.Host = agent.UNKNOWN_HOST
+    takes_release: bool = False
 
 
 class RefusalAction(Enum):

@@ -274,3 +274,5 @@ def _describe_directive(effect: Send) -> str:
             return f"make parity of {body.version}, {len(body.groups)} shards"
         case directives.RunProbe():
             return f"run {body.probe} among {' '.join(body.nodes)}"
+        case directives.ReleaseNvml():
+            return f"close NVML for {body.seconds:g} s" if body.seconds else "open NVML again"

@@ -192,6 +192,8 @@ class NodeIdentity(msgspec.Struct, kw_only=True):
     gpus: tuple[Gpu, ...] = ()
     host: Host = UNKNOWN_HOST
     agent_version: str = ""
+    takes_release: bool = False
+    """True if the agent takes the directive ``ReleaseNvml``."""
     driver_version: str = ""
     boot_id: str = ""
     booted_at: float = 0.0

@@ -167,7 +167,7 @@ Labels = Annotated[
 
 
 class Register(Message, frozen=True, kw_only=True):
-    """An agent's first message in each of its lives."""
+    """An agent's first message in each of its lives. ``takes_release``: it takes the directive ``ReleaseNvml``."""
 
     protocols: tuple[SafeInt, ...]
     node: NodeId
@@ -182,6 +182,7 @@ class Register(Message, frozen=True, kw_only=True):
     host: Host = UNKNOWN_HOST
     findings: Findings = ()
     sent_at: float = 0.0
+    takes_release: bool = False
 
 
 class Registered(Message, frozen=True, kw_only=True):

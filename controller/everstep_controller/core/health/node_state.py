@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from everstep.vocabulary import Action, Decision, FindingKind, Mode, NodeState, Severity
+from everstep.wire.v1.directives import ReleaseNvml
 from everstep_controller.core.effects import Remediation, RemediationKind
 from everstep_controller.core.events import RemediationFinished
 from everstep_controller.core.health.offences import collect_evidence, suspect_gpus
@@ -66,6 +67,9 @@ def out_of_service_reason(record: NodeRecord, now: float) -> str:
 REMEDIATION_KINDS = {Action.RESET_GPU: RemediationKind.RESET_GPU, Action.REBOOT_NODE: RemediationKind.REBOOT}
 """Actions that an executor can carry out."""
 
+RESET_S = 900.0
+"""Longest time in seconds that an agent lets go of NVML for a reset, as long as an executor waits for one."""
+
 
 def cordon(transition: Transition, node: str, sentence: str) -> None:
     """Cordon a node that is out. Another party's cordon is left alone."""
@@ -90,7 +94,15 @@ def start_remediation(transition: Transition, node: str, action: Action, sentenc
     history.remediation_times = append_time(history.remediation_times, now, policy.remediation.node_window_s)
     fleet.remediation_times = append_time(fleet.remediation_times, now, policy.remediation.fleet_window_s)
     due = now + policy.remediation.timeout_s
+    if action is Action.RESET_GPU:
+        _release_nvml(transition, node, min(policy.remediation.timeout_s, RESET_S))
     return _request_remediation(transition, node, REMEDIATION_KINDS[action], sentence, due=due)
+
+
+def _release_nvml(transition: Transition, node: str, seconds: float) -> None:
+    """Have the node's agent close NVML for a reset; 0 seconds: open it again."""
+    if transition.state.nodes[node].identity.takes_release:
+        transition.send(node, ReleaseNvml(seconds=seconds))
 
 
 def note_dry_run(record: NodeRecord) -> None:
@@ -272,6 +284,8 @@ def handle_remediation_finished(transition: Transition, event: RemediationFinish
     plan = record.quarantine.plan
     if plan is not None and plan.pending_remediation_id == event.remediation_id:
         plan.pending_remediation_id = ""
+        if plan.ladder[plan.ladder_step] is Action.RESET_GPU:
+            _release_nvml(transition, event.node, 0.0)
         if event.dry_run:
             note_dry_run(record)
         if record.state is not NodeState.QUARANTINED:

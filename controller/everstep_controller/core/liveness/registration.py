@@ -126,6 +126,7 @@ def _identify(message: Register, now: float, before: NodeIdentity | None = None)
         gpus=message.gpus,
         host=message.host,
         agent_version=message.agent_version,
+        takes_release=message.takes_release,
         driver_version=message.driver_version,
         boot_id=message.boot_id,
         booted_at=before.booted_at if before is not None and message.boot_id == before.boot_id else now,

@@ -6,7 +6,15 @@ from collections import defaultdict
 
 import msgspec
 
-from everstep.wire.v1.directives import AnyDirective, KillRank, NewGeneration, RunProbe, StopJob, VersionNotice
+from everstep.wire.v1.directives import (
+    AnyDirective,
+    KillRank,
+    NewGeneration,
+    ReleaseNvml,
+    RunProbe,
+    StopJob,
+    VersionNotice,
+)
 from everstep_controller.core.events import AgentRegistered, Event, HeartbeatChanged, ReportArrived
 from everstep_controller.core.jobs.generations import NUMBERS_PER_EPOCH
 from everstep_controller.core.records import NodeIdentity
@@ -191,5 +199,7 @@ def _subject(body: AnyDirective) -> str:
             return f"stop/{body.job}/0"
         case RunProbe():
             return f"probe/{body.probe}/0"
+        case ReleaseNvml():
+            return f"release/{body.seconds}/0"
         case _:
             return "versions//0"

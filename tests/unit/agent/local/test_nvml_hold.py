@@ -28,3 +28,13 @@ def test_file_of_a_person_stays(tmp_path: Path) -> None:
         clock.advance(1e6)
         NvmlHold(path, clock).expire()
         assert path.exists()
+
+
+def test_controller_orders_a_hold_and_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "nvml-hold"
+    hold = NvmlHold(path, ManualClock())
+    hold.order(900.0)
+    assert path.exists()
+    hold.order(0.0)
+    assert not path.exists()
+    NvmlHold(tmp_path / "absent" / "nvml-hold", ManualClock()).order(1.0)

@@ -17,7 +17,7 @@ from everstep_controller.core.effects import Remediation, RemediationKind
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.leadership.lease import NotLeadingError
 from everstep_controller.remediation.alerts import AlertNotifier
-from everstep_controller.remediation.executor import RemediationExecutor
+from everstep_controller.remediation.executor import RELEASE_S, RemediationExecutor
 from everstep_controller.remediation.kubernetes import KubernetesRemediator
 from everstep_controller.remediation.remediator import DryRunRemediator
 from everstep_controller.remediation.service import CordonObserver
@@ -120,6 +120,23 @@ def test_unsupported_remediation_names_the_remediator() -> None:
     transactions = RecordedTransactions()
     run_executor(FakeRemediator(), transactions, requested_row(1, RemediationKind.RESET_GPU))
     assert transactions.events[0].detail == "fake cannot reset gpu"
+
+
+def test_reset_waits_until_agents_have_closed_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    sleep = asyncio.sleep
+
+    async def recorded(seconds: float) -> None:
+        waits.append(seconds)
+        await sleep(0)
+
+    monkeypatch.setattr(asyncio, "sleep", recorded)
+    for dry_run in (False, True):
+        remediator = FakeRemediator()
+        remediator.kinds, remediator.dry_run = frozenset({RemediationKind.RESET_GPU}), dry_run
+        run_executor(remediator, RecordedTransactions(), requested_row(1, RemediationKind.RESET_GPU))
+        assert remediator.applied == ["n1-a1"]
+        assert waits.count(RELEASE_S) == 1, "a dry run waits for nothing"
 
 
 def test_unstarted_remediation_is_superseded_on_its_node() -> None:

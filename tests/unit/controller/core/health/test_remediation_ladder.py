@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from everstep.vocabulary import Action, Finding, FindingKind, Mode, NodeState, ProbeKind, Severity
-from everstep_controller.core.effects import Effect, Remediation, RemediationKind, RequestRemediation
+from everstep.wire.v1.directives import ReleaseNvml
+from everstep_controller.core.effects import Effect, Remediation, RemediationKind, RequestRemediation, Send
 from everstep_controller.core.events import OperatorAction, RemediationFinished
+from everstep_controller.core.health.node_state import RESET_S
 from everstep_controller.core.policy import CorePolicy
-from tests.support.fleet.core_fleet import CoreFleet
+from tests.support.fleet.core_fleet import CoreFleet, sent
 from tests.support.fleet.findings import port_down, xid
 
 EVERYONE = [f"n{i}" for i in range(1, 6)]
@@ -65,6 +67,27 @@ def test_recurring_fault_goes_to_repair_after_reset_and_reboot() -> None:
     fleet.advance(130.0, *EVERYONE)
     assert _remediation_kinds(fleet.effects[before:]) == [RemediationKind.REPAIR]
     assert fleet.node_state("n2") is NodeState.REPAIR
+
+
+@pytest.mark.parametrize("ok", [True, False])
+def test_agent_lets_go_of_nvml_for_the_reset_alone(ok: bool) -> None:
+    policy = CorePolicy.lab_preset().with_values(remediation={"mode": Mode.ENFORCE, "timeout_s": 7200.0})
+    fleet = CoreFleet(policy)
+    fleet.start(4, 1)
+    fleet.state.nodes["n2"].identity.takes_release = True
+    _raise_until_remediated(fleet, ok)
+    released = [effect for effect in fleet.effects if isinstance(effect, Send) and isinstance(effect.body, ReleaseNvml)]
+    assert [(effect.node, effect.body) for effect in released] == [
+        ("n2", ReleaseNvml(seconds=RESET_S)),
+        ("n2", ReleaseNvml(seconds=0.0)),
+    ]
+
+
+def test_agent_of_an_earlier_release_gets_no_new_directive() -> None:
+    fleet = CoreFleet(CorePolicy.lab_preset().with_values(remediation={"mode": Mode.ENFORCE}))
+    fleet.start(4, 1)
+    assert RemediationKind.RESET_GPU in _raise_until_remediated(fleet, True)
+    assert not sent(fleet.effects, ReleaseNvml)
 
 
 def test_finished_remediation_does_not_undo_operator_eviction() -> None:
