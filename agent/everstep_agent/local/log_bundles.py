@@ -61,6 +61,7 @@ KILL_WAIT_S = 2.0
 REQUEST_TIMEOUT_S = 330.0
 """Seconds that a person's request waits for its bundle."""
 
+BUG_REPORT = "nvidia-bug-report.log.gz"
 _NAME = re.compile(r"everstep-logs-.*\.tar\.gz")
 
 
@@ -136,10 +137,23 @@ def write_bundle(folder: Path, at: float, contents: BundleContents) -> Path:
         raise Unavailable(f"only {free >> 20} MiB are free there")
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(at))
     path = folder / f"everstep-logs-{contents.node}-{stamp}.tar.gz"
-    draft = folder / f".draft-{os.getpid()}"
     notes: dict[str, str] = {}
-    parts = {**contents.parts, **_read_files(contents, folder, notes)}
-    parts["README.txt"] = _describe(contents, stamp, notes)
+    parts = {**contents.parts, **_read_files(contents, notes)}
+    if contents.has_bug_report:
+        # First without the report, which may take longer than the node has.
+        notes[BUG_REPORT] = "it was not finished"
+        _write_archive(path, {**parts, "README.txt": _describe(contents, stamp, notes)}, at)
+        del notes[BUG_REPORT]
+        report = folder / f".bug-report-{os.getpid()}.log.gz"
+        parts |= _read_parts({BUG_REPORT: lambda: _run_bug_report(report)}, notes)
+    _write_archive(path, {**parts, "README.txt": _describe(contents, stamp, notes)}, at)
+    _prune(folder)
+    return path
+
+
+def _write_archive(path: Path, parts: Mapping[str, bytes], at: float) -> None:
+    """Write the archive durably, since a reboot may follow at once. A reader sees the whole one or none."""
+    draft = path.with_name(f".draft-{os.getpid()}")
     try:
         with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb") as file:
             with tarfile.open(fileobj=file, mode="w:gz", compresslevel=6) as archive:
@@ -148,23 +162,23 @@ def write_bundle(folder: Path, at: float, contents: BundleContents) -> Path:
                     entry.size, entry.mode, entry.mtime = len(content), 0o600, int(at)
                     archive.addfile(entry, io.BytesIO(content))
             file.flush()
-            os.fsync(file.fileno())  # a reboot may follow at once
+            os.fsync(file.fileno())
         draft.rename(path)
     finally:
         draft.unlink(missing_ok=True)
-    _prune(folder)
-    return path
 
 
-def _read_files(contents: BundleContents, folder: Path, notes: dict[str, str]) -> dict[str, bytes]:
-    """Return the parts that are read from files and programs; ``notes`` receives why one is missing."""
+def _read_files(contents: BundleContents, notes: dict[str, str]) -> dict[str, bytes]:
+    """Return the parts that are read from files; ``notes`` receives why one is missing."""
     readers: dict[str, Callable[[], bytes]] = {}
     if contents.kernel_log:
         readers["kernel.log"] = lambda: read_log_tail(contents.kernel_log)
     if contents.state_file:
         readers["sensors.state.json"] = lambda: _read_tail(contents.state_file)
-    if contents.has_bug_report:
-        readers["nvidia-bug-report.log.gz"] = lambda: _run_bug_report(folder / f".bug-report-{os.getpid()}.log.gz")
+    return _read_parts(readers, notes)
+
+
+def _read_parts(readers: Mapping[str, Callable[[], bytes]], notes: dict[str, str]) -> dict[str, bytes]:
     parts = {}
     for name, read in readers.items():
         try:

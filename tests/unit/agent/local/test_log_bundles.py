@@ -80,11 +80,24 @@ def test_full_disk_gets_no_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         asyncio.run(bundles.make("a request"))
 
 
-def test_bug_report_that_hangs_is_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "nvidia-bug-report.sh"
-    program.write_text("#!/bin/sh\nsleep 60\n")
-    program.chmod(0o755)
+@pytest.fixture
+def bug_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Path of a program in the place of the driver's, to be written."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    program = tmp_path / "nvidia-bug-report.sh"
+    program.touch(0o755)
+    return program
+
+
+def test_bug_report_is_added_to_the_finished_bundle(tmp_path: Path, bug_report: Path) -> None:
+    bug_report.write_text(f'#!/bin/sh\nls {tmp_path}/kept > "$3.gz"\n')
+    path = write_bundle(tmp_path / "kept", 0.0, contents(has_bug_report=True))
+    assert parts_of(path)["nvidia-bug-report.log.gz"] == f"{path.name}\n", "the bundle was there before"
+    assert list(path.parent.iterdir()) == [path]
+
+
+def test_bug_report_that_hangs_is_stopped(tmp_path: Path, bug_report: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bug_report.write_text("#!/bin/sh\nsleep 60\n")
     monkeypatch.setattr(log_bundles, "BUG_REPORT_TIMEOUT_S", 0.05)
     path = write_bundle(tmp_path / "kept", 0.0, contents(has_bug_report=True))
     assert "took longer than 0.05 s" in parts_of(path)["README.txt"]
