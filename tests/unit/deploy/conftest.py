@@ -15,6 +15,7 @@ SETS: dict[str, dict[str, Any]] = {
             "replicas": 3,
             "database": {"kind": "postgresql", "postgresql": {"secretName": "database", "passwordKey": "password"}},
         },
+        "agent": {"hostNetwork": False},
     },
     "plain": {"tls": {"enabled": False}, "secrets": {"create": False}, "agent": {"kernelLog": False}},
     "monitored": {

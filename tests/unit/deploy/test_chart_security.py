@@ -57,7 +57,8 @@ def test_agents_on_the_pod_network_see_the_nodes_ports(releases: Releases) -> No
         for agent in agents:
             mounts = [mount for mount in agent["volumeMounts"] if mount["mountPath"] == "/host/sys"]
             assert mounts == ([{"name": "host-sys", "mountPath": "/host/sys", "readOnly": True}] if sees_sys else [])
-            assert ("--sysfs-root=/host/sys" in agent["args"]) is sees_sys
+            variables = {variable["name"]: variable.get("value") for variable in agent["env"]}
+            assert variables.get("EVERSTEP_AGENT_SYSFS_ROOT") == ("/host/sys" if sees_sys else None)
 
 
 def test_only_pods_that_call_kubernetes_hold_its_token(releases: Releases) -> None:
