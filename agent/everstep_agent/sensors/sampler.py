@@ -30,7 +30,8 @@ from everstep_agent.drivers import sysfs
 from everstep_agent.drivers.pci_gpus import PciGpu, pci_gpus
 from everstep_agent.sensors.gpu import GpuSensor
 from everstep_agent.sensors.gpu_watch import GpuWatch
-from everstep_agent.sensors.host import HostSensor, NetworkSensor, PathSensor
+from everstep_agent.sensors.host import HostSensor, PathSensor
+from everstep_agent.sensors.network import NetworkSensor
 from everstep_agent.sensors.sensor_messages import ACTIVITY_BYTES, PollResult, SensorConfig
 from everstep_agent.virtual.scenario import VirtualMachine
 

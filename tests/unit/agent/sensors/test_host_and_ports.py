@@ -12,7 +12,8 @@ from everstep.clock import ManualClock
 from everstep.wire.v1.agent import Host
 from everstep_agent.drivers import sysfs
 from everstep_agent.drivers.ports import default_route_ports
-from everstep_agent.sensors.host import COUNTERS_EVERY, HostSensor, NetworkSensor, PathSensor
+from everstep_agent.sensors.host import HostSensor, PathSensor
+from everstep_agent.sensors.network import COUNTERS_EVERY, NetworkSensor
 from tests.unit.agent.sensors.port_tree import PortTree
 
 

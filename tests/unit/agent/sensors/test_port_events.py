@@ -9,7 +9,7 @@ import pytest
 
 from everstep.vocabulary import Action, Finding, Mode, Severity
 from everstep_agent.drivers.samples import PortRole
-from everstep_agent.sensors.host import NetworkSensor
+from everstep_agent.sensors.network import NetworkSensor
 from tests.support.agents.sensors import TimedAssessor
 from tests.unit.agent.sensors.port_tree import PortTree, training_node
 

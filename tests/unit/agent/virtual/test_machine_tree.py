@@ -7,7 +7,8 @@ import pytest
 from everstep.wire.v1.agent import Host
 from everstep_agent.drivers import sysfs
 from everstep_agent.drivers.samples import PortPresence, PortRole, PortSample
-from everstep_agent.sensors.host import COUNTERS_EVERY, PROCESSES_EVERY, HostSensor, NetworkSensor
+from everstep_agent.sensors.host import PROCESSES_EVERY, HostSensor
+from everstep_agent.sensors.network import COUNTERS_EVERY, NetworkSensor
 from everstep_agent.virtual.machine_tree import MachineTree
 from everstep_agent.virtual.scenario import Scenario, VirtualHost, VirtualMachine, VirtualPort, load_scenario
 from tests.support.agents.sensors import Control, TimedAssessor

@@ -1,0 +1,137 @@
+"""Samples of network ports, with what their past tells. Nothing here raises."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from everstep_agent.drivers import ports
+from everstep_agent.drivers.samples import FABRIC_ROLES, PortPresence, PortRole, PortSample
+
+COUNTERS_EVERY = 10
+"""Polls between readings of all ports and counters; a link's state is read at every poll."""
+
+MIN_PEERS = 3
+"""Ports of one kind that tell which rate is usual: of two, either may be the slow one."""
+
+ABSENT_POLLS = 120
+"""Polls for which a port that left is remembered: longer than its findings take to clear."""
+
+
+@dataclass
+class _Port:
+    """What the sensor remembers of a port."""
+
+    reading: ports.PortReading
+    role: PortRole = PortRole.UNKNOWN
+    gpus: str = ""  # those with which it shares a PCIe bridge
+    was_up: bool = False
+    absent_polls: int = 0
+    is_gone: bool = False
+    best_rate_gbps: float | None = None  # since the port was last enabled
+
+    @property
+    def peer_group(self) -> tuple[str, ...]:
+        """Ports of one group are of one kind of card for one use, so that they should have one rate."""
+        reading = self.reading
+        driver = "" if reading.device is None else reading.device.driver
+        return self.role, reading.kind, reading.link_layer, driver, reading.identity.get("board", "")
+
+
+@dataclass
+class NetworkSensor:
+    """InfiniBand and Ethernet ports; remembers the ports that were up since they were last enabled."""
+
+    _root: Path
+    _proc: Path
+    _polls: int = 0
+    _ports: dict[str, _Port] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._roles = ports.PortRoles(self._root, self._proc)
+
+    def poll(self) -> tuple[PortSample, ...]:
+        here = self._read()
+        usual = _usual_rates(here)
+        samples = [self._sample(port, PortPresence.HERE, usual.get(port.peer_group)) for port in here]
+        names = {port.reading.name for port in here}
+        for name in sorted(self._ports.keys() - names):
+            if (sample := self._absent(self._ports[name])) is not None:
+                samples.append(sample)
+            else:
+                del self._ports[name]
+        return tuple(samples)
+
+    def _read(self) -> list[_Port]:
+        """Read the ports that are here, and note which were up."""
+        self._polls += 1
+        if self._polls % COUNTERS_EVERY != 1:
+            known = [port.reading for port in self._ports.values() if not port.absent_polls]
+            readings = [now for reading in known if (now := ports.refresh_port(reading)) is not None]
+        else:
+            readings = [*ports.infiniband_ports(self._root), *ports.ethernet_ports(self._root)]
+            roles = self._roles.assign(readings)
+            for reading in readings:
+                port = self._ports.setdefault(reading.name, _Port(reading))
+                port.role = roles[reading.name]
+                port.gpus = ", ".join(self._roles.nearest_gpus(reading)) if port.role in FABRIC_ROLES else ""
+        here = [self._ports[reading.name] for reading in readings]
+        for port, reading in zip(here, readings, strict=True):
+            is_new = port.absent_polls > 0 or port.reading.device != reading.device
+            port.reading, port.absent_polls, port.is_gone = reading, 0, False
+            # A port that was just enabled, or whose driver was just loaded, trains its link for a while.
+            port.was_up = reading.up or (port.was_up and not is_new)
+            is_enabled = self._sample(port, PortPresence.HERE).is_enabled
+            if is_new or not is_enabled:
+                port.best_rate_gbps = None
+            port.was_up &= is_enabled
+            if reading.up and reading.rate_gbps is not None:
+                port.best_rate_gbps = max(reading.rate_gbps, port.best_rate_gbps or 0.0)
+        return here
+
+    def _absent(self, port: _Port) -> PortSample | None:
+        """Return the sample of a port that is not here; None if the port is to be forgotten."""
+        port.absent_polls += 1
+        device = port.reading.device
+        has_left_bus = device is None or not device.folder.exists()
+        sample = self._sample(port, PortPresence.GONE if has_left_bus else PortPresence.ELSEWHERE)
+        if not has_left_bus and port.is_gone:  # the device is back; its port has not come up yet
+            port.absent_polls = 1
+        port.is_gone = has_left_bus
+        if sample.device_gone:
+            return sample
+        return sample if sample.is_fabric and port.absent_polls <= ABSENT_POLLS else None
+
+    def _sample(self, port: _Port, presence: PortPresence, usual_rate_gbps: float | None = None) -> PortSample:
+        reading, is_here = port.reading, presence is PortPresence.HERE
+        return PortSample(
+            name=reading.name,
+            kind=reading.kind,
+            up=reading.up and is_here,
+            was_up=port.was_up,
+            role=port.role,
+            presence=presence,
+            state=reading.state,
+            phys_state=reading.phys_state,
+            flags=reading.flags,
+            link_layer=reading.link_layer,
+            is_asleep=reading.is_asleep,
+            rate_gbps=reading.rate_gbps if is_here else None,
+            best_rate_gbps=port.best_rate_gbps,
+            usual_rate_gbps=usual_rate_gbps,
+            width=reading.width if is_here else None,
+            errors=reading.errors if is_here else None,
+            link_downs=reading.link_downs if is_here else None,
+            identity=reading.identity | ({"gpus": port.gpus} if port.gpus else {}),
+        )
+
+
+def _usual_rates(ports_here: list[_Port]) -> dict[tuple[str, ...], float]:
+    """Return the rate that more than half of a group's ports have, by group. A group has three ports or more."""
+    rates: dict[tuple[str, ...], list[float]] = {}
+    for port in ports_here:
+        if port.reading.up and port.reading.rate_gbps is not None:
+            rates.setdefault(port.peer_group, []).append(port.reading.rate_gbps)
+    usual = {group: Counter(values).most_common(1)[0] for group, values in rates.items() if len(values) >= MIN_PEERS}
+    return {group: rate for group, (rate, count) in usual.items() if 2 * count > len(rates[group])}
