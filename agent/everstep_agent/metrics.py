@@ -320,6 +320,11 @@ def _port_families(node: str, ports: tuple[PortSample, ...]) -> Iterator[Metric]
     for kind, name, help_text, read in _PORT:
         rows = [((node, port.name, port.kind), value) for port in ports if (value := read(port)) is not None]
         yield _family(kind, f"port_{name}", help_text, ("node", "port", "kind"), rows)
+    counts = [
+        ((node, port.name, port.kind, counter), count) for port in ports for counter, count in port.counters.items()
+    ]
+    counts_help = "What the port's device counted, by the kernel's name; a fixed list of names."
+    yield _family(CounterMetricFamily, "port_counts", counts_help, ("node", "port", "kind", "counter"), counts)
 
 
 def _dcgm_families(node: str, report: SensorReport) -> Iterator[Metric]:

@@ -15,14 +15,72 @@ from typing import NamedTuple
 from everstep_agent.drivers.samples import PortRole
 from everstep_agent.drivers.sysfs import entries, leading_number, nvidia_gpus_on_pci, read_int, read_text
 
-IB_ERRORS = ("symbol_error", "port_rcv_errors", "local_link_integrity_errors", "excessive_buffer_overrun_errors")
-ETHERNET_ERRORS = ("rx_errors", "tx_errors")
+COUNTERS: dict[str, dict[str, tuple[str, ...]]] = {
+    "infiniband": {
+        "counters": (
+            "symbol_error",
+            "link_error_recovery",
+            "port_rcv_errors",
+            "port_rcv_remote_physical_errors",
+            "port_rcv_switch_relay_errors",
+            "port_xmit_discards",
+            "port_xmit_wait",
+            "local_link_integrity_errors",
+            "excessive_buffer_overrun_errors",
+            "VL15_dropped",
+        ),
+        "hw_counters": (
+            "rnr_nak_retry_err",
+            "local_ack_timeout_err",
+            "req_transport_retries_exceeded",
+            "out_of_sequence",
+            "out_of_buffer",
+            "packet_seq_err",
+            "implied_nak_seq_err",
+            "roce_slow_restart",
+            "roce_adp_retrans",
+            "rx_icrc_encapsulated",
+            "rp_cnp_handled",
+            "np_ecn_marked_roce_packets",
+        ),
+    },
+    "efa": {
+        "hw_counters": (
+            "rx_drops",
+            "rdma_read_wr_err",
+            "rdma_write_wr_err",
+            "retrans_pkts",
+            "retrans_timeout_events",
+            "impaired_remote_conn_events",
+            "unresponsive_remote_events",
+            "no_completion_cmds",
+        ),
+        "../../hw_counters": ("no_completion_cmds",),  # newer drivers: of the device
+    },
+    "ethernet": {
+        "statistics": (
+            "rx_errors",
+            "rx_crc_errors",
+            "rx_missed_errors",
+            "rx_dropped",
+            "tx_errors",
+            "tx_dropped",
+            "tx_carrier_errors",
+        )
+    },
+}
+"""Counters by kind of port and by folder below the port's. A device has those that it knows."""
+_UNREADABLE_COUNTS = (2**32 - 1, 2**64 - 1)
+"""All bits set: what a register of a device that does not answer shows. Narrower counters stop at that value."""
 _ARPHRD_ETHER = "1"
 _ETHERNET_UP = ("up", "unknown")
 """Values of ``operstate``: a driver that sets none shows "unknown", and the port has to be taken for usable."""
 
+EFA_DRIVER = "efa"
+"""Driver of Amazon's EFA: an RDMA device for collectives, always active, with counters of its own."""
+
 FABRIC_DRIVERS = frozenset(
-    ("mlx5_core", "mlx4_core", "ice", "bnxt_en", "ionic", "cxgb4", "fbnic", "efa", "gve", "mana", "hfi1", "ib_qib")
+    ("mlx5_core", "mlx4_core", "ice", "bnxt_en", "ionic", "cxgb4", "fbnic", EFA_DRIVER, "gve", "mana", "hfi1", "ib_qib")
 )
 """Drivers of adapters that clusters train and store over. A port of any other driver counts as a management port: a
 missed loss costs less than the eviction of a healthy node. ``ena`` is not among them, because cloud software attaches
@@ -64,7 +122,7 @@ class PortReading(NamedTuple):
     link_layer: str
     rate_gbps: float | None
     width: int | None  # lanes of an InfiniBand link
-    errors: int | None
+    bond: str  # bond whose other ports are up, of an Ethernet port that is down
     link_downs: int | None
     device: PortDevice | None
     is_virtual: bool
@@ -104,7 +162,7 @@ def infiniband_ports(root: Path) -> list[PortReading]:
                     link_layer=read_text(port / "link_layer") or "",
                     rate_gbps=leading_number(port / "rate"),
                     width=int(width[1]) if width else None,
-                    errors=_sum_counters(port / "counters", IB_ERRORS),
+                    bond="",
                     link_downs=read_int(port / "counters/link_downed"),
                     device=device,
                     is_virtual=device is None or device.is_virtual_function,
@@ -138,7 +196,7 @@ def ethernet_ports(root: Path) -> list[PortReading]:
                 link_layer="Ethernet",
                 rate_gbps=speed / 1000 if speed is not None and speed > 0 else None,
                 width=None,
-                errors=_sum_counters(port / "statistics", ETHERNET_ERRORS),
+                bond=_bond_that_works(port, state),
                 link_downs=read_int(port / "carrier_down_count"),
                 device=device,
                 is_virtual=device.is_virtual_function or _is_upper(port) or _is_representor(port),
@@ -152,20 +210,39 @@ def ethernet_ports(root: Path) -> list[PortReading]:
 def refresh_port(port: PortReading) -> PortReading | None:
     """Return the port with its state read again and other values unchanged; None if it is gone.
 
-    The rate of a port that is not up is None, so that it is read again after the link has come up.
+    Rate and width of a port that is not up are None, so that they are read again after the link has come up.
     """
     folder = port.sysfs_folder
-    rate = port.rate_gbps if port.up else None
+    rate, width = (port.rate_gbps, port.width) if port.up else (None, None)
     if port.kind == "infiniband":
         if (state := read_text(folder / "state")) is None:
             return None
         # Each file is a question to the firmware, and an active port's link is up.
         phys_state = "LinkUp" if is_up(port.kind, state) else _without_number(read_text(folder / "phys_state"))
         is_asleep = phys_state == "Sleep"
-        return port._replace(state=_without_number(state), phys_state=phys_state, is_asleep=is_asleep, rate_gbps=rate)
+        return port._replace(
+            state=_without_number(state), phys_state=phys_state, is_asleep=is_asleep, rate_gbps=rate, width=width
+        )
     if (state := read_text(folder / "operstate")) is None:
         return None
-    return port._replace(state=state, flags=_flags(folder), is_asleep=_is_suspended(folder, state), rate_gbps=rate)
+    return port._replace(
+        state=state,
+        flags=_flags(folder),
+        is_asleep=_is_suspended(folder, state),
+        bond=_bond_that_works(folder, state),
+        rate_gbps=rate,
+    )
+
+
+def read_counters(port: PortReading) -> dict[str, int]:
+    """Return the port's counters by name; those that cannot be read, or have all bits set, are left out."""
+    kind = EFA_DRIVER if port.device is not None and port.device.driver == EFA_DRIVER else port.kind
+    return {
+        name: count
+        for folder, names in COUNTERS[kind].items()
+        for name in names
+        if (count := read_int(port.sysfs_folder / folder / name)) is not None and count not in _UNREADABLE_COUNTS
+    }
 
 
 def default_route_ports(root: Path, proc: Path) -> frozenset[str]:
@@ -241,6 +318,8 @@ class PortRoles:
             return PortRole.OUT_OF_BAND
         if device.driver not in FABRIC_DRIVERS and port.link_layer != "InfiniBand":
             return PortRole.MANAGEMENT
+        if device.driver == EFA_DRIVER:
+            return PortRole.COMPUTE
         is_near = bool(self.nearest_gpus(port))
         if port.has_rdma and is_near:
             return PortRole.COMPUTE
@@ -310,6 +389,10 @@ def _is_representor(port: Path) -> bool:
     return _REPRESENTOR.search(read_text(port / "phys_port_name") or "") is not None
 
 
-def _sum_counters(folder: Path, names: tuple[str, ...]) -> int | None:
-    values = [value for name in names if (value := read_int(folder / name)) is not None]
-    return sum(values) if values else None
+def _bond_that_works(port: Path, state: str) -> str:
+    """Return the bond of a port that is down, if another port of it is up, else ""."""
+    if state in _ETHERNET_UP or not (port / "master/bonding").exists():
+        return ""
+    bond = (port / "master").resolve()
+    others = [below for below in bond.glob("lower_*") if below.name != f"lower_{port.name}"]
+    return bond.name if any(read_text(other / "operstate") == "up" for other in others) else ""

@@ -184,6 +184,54 @@ class PortPresence(StrEnum):
     GONE = "gone"  # the device has left the bus
 
 
+LINK_ERRORS = (
+    "symbol_error",
+    "port_rcv_errors",
+    "local_link_integrity_errors",
+    "excessive_buffer_overrun_errors",
+    "rx_errors",
+    "tx_errors",
+)
+"""Counters of a port whose sum is its number of errors."""
+
+
+class PortCounts(Sample, frozen=True, kw_only=True):
+    """Growth of a compute or storage port's counters, by the kernel's names, since the sensor started.
+
+    It starts again at 0 when the device's counter does. Errors of a link in training are left out.
+    """
+
+    # InfiniBand's, of the port itself
+    symbol_error: int | None = None
+    link_error_recovery: int | None = None  # the link was trained again, and is up
+    port_rcv_errors: int | None = None
+    local_link_integrity_errors: int | None = None  # the link had more errors at once than it may have
+    excessive_buffer_overrun_errors: int | None = None
+    port_xmit_discards: int | None = None
+    # RDMA's of mlx5, for InfiniBand and RoCE
+    rnr_nak_retry_err: int | None = None  # a peer had no buffer ready
+    local_ack_timeout_err: int | None = None  # a peer did not acknowledge in time
+    req_transport_retries_exceeded: int | None = None  # connections that were given up after such time-outs
+    out_of_sequence: int | None = None
+    packet_seq_err: int | None = None  # a peer missed packets
+    implied_nak_seq_err: int | None = None
+    roce_slow_restart: int | None = None
+    roce_adp_retrans: int | None = None
+    rx_icrc_encapsulated: int | None = None  # RoCE packets that were changed on their way
+    # EFA's
+    rdma_read_wr_err: int | None = None
+    rdma_write_wr_err: int | None = None
+    retrans_timeout_events: int | None = None
+    impaired_remote_conn_events: int | None = None  # connections whose rate was lowered
+    unresponsive_remote_events: int | None = None
+    no_completion_cmds: int | None = None  # commands that the device did not answer
+    # Ethernet's
+    rx_errors: int | None = None
+    rx_crc_errors: int | None = None
+    rx_missed_errors: int | None = None  # frames for which the host had no buffer
+    tx_carrier_errors: int | None = None
+
+
 class PortSample(Sample, frozen=True, kw_only=True):
     """One network port."""
 
@@ -202,7 +250,10 @@ class PortSample(Sample, frozen=True, kw_only=True):
     best_rate_gbps: float | None = None  # since the port was last enabled
     usual_rate_gbps: float | None = None  # of most ports of its kind on the node
     width: int | None = None  # lanes of an InfiniBand link
-    errors: int | None = None
+    best_width: int | None = None  # since the port was last enabled
+    bond: str = ""  # bond whose other ports are up, of a port that is down
+    counters: dict[str, int] = {}  # as the device has them
+    counts: PortCounts = PortCounts()  # what of them is judged
     link_downs: int | None = None
     identity: dict[str, str] = {}  # address, pci_bus_id, board, firmware, rdma and gpus, as far as they are known
 
@@ -231,7 +282,23 @@ class PortSample(Sample, frozen=True, kw_only=True):
         return self.up or self.state in ("dormant", "testing")
 
     @property
+    def errors(self) -> int | None:
+        """Errors that the device counted, None for ports whose counters are not read."""
+        found = [count for name in LINK_ERRORS if (count := self.counters.get(name)) is not None]
+        return sum(found) if found else None
+
+    @property
     def lost_link(self) -> int | None:
+        """1 if the link is lost and no bond has another port that is up; see ``_lost_link``."""
+        return 0 if self.bond and self._lost_link else self._lost_link
+
+    @property
+    def lost_bond_link(self) -> int | None:
+        """1 if the link is lost and other ports of its bond carry the traffic; see ``_lost_link``."""
+        return self._lost_link if self.bond or not self._lost_link else 0
+
+    @property
+    def _lost_link(self) -> int | None:
         """1 if the link is down after having been up, 0 if it is up or administratively down, else None.
 
         None for ports that are not judged, were never up (an empty socket is no fault) or have lost their device.
@@ -248,6 +315,13 @@ class PortSample(Sample, frozen=True, kw_only=True):
         if not self.is_fabric or self.kind != "infiniband" or self.presence is not PortPresence.HERE:
             return None
         return int(self.phys_state == "LinkUp" and not self.up)
+
+    @property
+    def lanes_missing(self) -> int | None:
+        """Lanes fewer than the link had before."""
+        if not self.is_fabric or not self.up or self.width is None or self.best_width is None:
+            return None
+        return self.best_width - self.width
 
     @property
     def rate_fraction(self) -> float | None:
@@ -268,11 +342,6 @@ class PortSample(Sample, frozen=True, kw_only=True):
     def link_losses(self) -> int | None:
         """Link losses of a port that is judged and up again, those between two polls included."""
         return self.link_downs if self.is_fabric and self.up else None
-
-    @property
-    def error_count(self) -> int | None:
-        """Errors of a compute or storage port."""
-        return self.errors if self.role in FABRIC_ROLES else None
 
     @property
     def device_gone(self) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import NamedTuple
 
 import msgspec
@@ -25,6 +25,7 @@ CURABLE_NVML_ERRORS = (DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND, LIBRARY_MISMATCH)
 
 SENSOR_SUBJECT = "nvml"
 HOST_SUBJECT = "host"
+PORT_SCOPES = ("port", "counter")
 UNCORRECTED_METRIC = "gpu.ecc_uncorrected"
 """The count whose rise XIDs 94 and 95 explain."""
 
@@ -108,9 +109,12 @@ class FindingAssessor:
             for link, end in enumerate(gpu.nvlink_far_ends)
             if end
         }
-        self._ports = {port.name: port.identity for port in poll.ports}
+        ports = {port.name: port.identity for port in poll.ports}
+        self._forget_ports(self._ports.keys() - ports.keys())
+        self._ports = ports
         for port in poll.ports:
-            self._apply_rules("port", port.name, port, "", now)
+            self._apply_rules("port", port.name, port, port.bond, now)
+            self._apply_rules("counter", port.name, port.counts, "", now)
         for path in poll.paths:
             self._apply_rules("path", path.path, path, "", now)
         host: HostSample = msgspec.structs.replace(poll.host, clock_skew_s=clock_skew_s)
@@ -198,6 +202,19 @@ class FindingAssessor:
                 self._rule_findings.pop(key, None)
                 self._dirty = True
 
+    # Ports
+
+    def _forget_ports(self, names: Set[str]) -> None:
+        """Drop findings on ports that the sensor has forgotten, so that no poll would clear them.
+
+        A port that is down or gone stays so: after a restart, the sensor does not know that there was one.
+        """
+        for key, history in list(self._histories.items()) if names else ():
+            rule, subject = history.rule, key[1]
+            if subject in names and rule.scope in PORT_SCOPES and rule.kind is not FindingKind.NETWORK_PORT_DOWN:
+                del self._histories[key]
+                self._dirty |= self._rule_findings.pop(key, None) is not None
+
     # Health of the sensing
 
     def _sensor_state(self, poll: PollResult) -> SensorState:
@@ -236,10 +253,12 @@ class FindingAssessor:
 
     def _apply_rules(self, scope: str, subject: str, sample: msgspec.Struct, detail: str, now: Instant) -> None:
         for rule, field in self._rules_by_scope.get(scope, ()):
-            key = (rule.id, subject)
+            key, value = (rule.id, subject), getattr(sample, field)
             if (history := self._histories.get(key)) is None:
+                if value is None:  # a device has few of the values that rules know
+                    continue
                 history = self._histories[key] = RuleHistory(rule)
-            if not history.add_value(getattr(sample, field), now.monotonic, self._uptime_s):
+            if not history.add_value(value, now.monotonic, self._uptime_s):
                 continue
             self._dirty = True
             if history.is_active:
@@ -251,7 +270,7 @@ class FindingAssessor:
     def _finding(self, rule: FindingRule, subject: str, value: float, detail: str, now: Instant) -> Finding:
         place = _gpu_of_link(subject) if rule.scope == "link" else subject
         gpu = self._gpus.get(place)
-        identity = self._ports.get(subject, {}) if rule.scope == "port" else {}
+        identity = self._ports.get(subject, {}) if rule.scope in PORT_SCOPES else {}
         shown = {"threshold": rule.threshold, "window_s": rule.window_s, "detail": detail or "no detail"}
         message = rule.message.format(subject=subject, value=value, **shown)
         finding = msgspec.structs.replace(

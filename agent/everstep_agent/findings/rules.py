@@ -19,7 +19,15 @@ import msgspec
 from everstep.errors import ConfigurationError
 from everstep.settings import load_toml
 from everstep.vocabulary import Action, Finding, FindingKind, Mode, Severity
-from everstep_agent.drivers.samples import GpuSample, HostSample, LinkSample, PathSample, PortSample, SensorState
+from everstep_agent.drivers.samples import (
+    GpuSample,
+    HostSample,
+    LinkSample,
+    PathSample,
+    PortCounts,
+    PortSample,
+    SensorState,
+)
 from everstep_agent.findings.xids import XidEntry, load_xid_table, unknown_xid_entry
 
 POLICY_FOLDER = Path(__file__).parents[1] / "policy"
@@ -28,6 +36,7 @@ SCOPES: dict[str, type[msgspec.Struct]] = {
     "gpu": GpuSample,
     "link": LinkSample,
     "port": PortSample,
+    "counter": PortCounts,
     "path": PathSample,
     "host": HostSample,
     "sensor": SensorState,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from everstep_agent.drivers import ports
-from everstep_agent.drivers.samples import FABRIC_ROLES, PortPresence, PortRole, PortSample
+from everstep_agent.drivers.samples import FABRIC_ROLES, PortCounts, PortPresence, PortRole, PortSample
 
 COUNTERS_EVERY = 10
 """Polls between readings of all ports and counters; a link's state is read at every poll."""
@@ -17,6 +17,39 @@ MIN_PEERS = 3
 
 ABSENT_POLLS = 120
 """Polls for which a port that left is remembered: longer than its findings take to clear."""
+
+
+SETTLED_POLLS = 60
+"""Polls after a link came up from which its errors count: before, it is trained, and a person may hold its cable."""
+
+
+@dataclass
+class _Counters:
+    """Growth of a port's counters while its link is settled, by name."""
+
+    latest: dict[str, int] = field(default_factory=dict)
+    growth: dict[str, int] = field(default_factory=dict)
+    judged: PortCounts = field(default_factory=PortCounts)
+    _before_drop: dict[str, int] = field(default_factory=dict)
+
+    def add(self, counters: dict[str, int], is_settled: bool) -> None:
+        """Add what the device shows. A counter that falls was reset, so that its growth starts again at 0.
+
+        If it returns to where it was by the next reading, a reading had failed, and nothing has grown.
+        """
+        for name, count in counters.items():
+            before = self.latest.get(name, count)
+            if count < before:
+                self._before_drop[name], self.growth[name] = before, 0
+                continue
+            highest = self._before_drop.pop(name, before)
+            grown = count - (highest if count >= highest else before)
+            self.growth[name] = self.growth.get(name, 0) + grown * is_settled
+        self.latest = counters
+        self.judged = PortCounts(**{name: self.growth[name] for name in counters if name in _JUDGED})
+
+
+_JUDGED = frozenset(PortCounts.__struct_fields__)
 
 
 @dataclass
@@ -30,6 +63,9 @@ class _Port:
     absent_polls: int = 0
     is_gone: bool = False
     best_rate_gbps: float | None = None  # since the port was last enabled
+    best_width: int | None = None
+    up_polls: int = 0  # since the link came up, or lost itself between two polls
+    counters: _Counters = field(default_factory=_Counters)
 
     @property
     def peer_group(self) -> tuple[str, ...]:
@@ -66,29 +102,42 @@ class NetworkSensor:
     def _read(self) -> list[_Port]:
         """Read the ports that are here, and note which were up."""
         self._polls += 1
-        if self._polls % COUNTERS_EVERY != 1:
+        is_full = self._polls % COUNTERS_EVERY == 1
+        if not is_full:
             known = [port.reading for port in self._ports.values() if not port.absent_polls]
             readings = [now for reading in known if (now := ports.refresh_port(reading)) is not None]
         else:
             readings = [*ports.infiniband_ports(self._root), *ports.ethernet_ports(self._root)]
             roles = self._roles.assign(readings)
+            # What is up when the sensor starts was trained long before; after a boot, rules have their time of grace.
+            up_polls = SETTLED_POLLS if self._polls == 1 else 0
             for reading in readings:
-                port = self._ports.setdefault(reading.name, _Port(reading))
+                port = self._ports.setdefault(reading.name, _Port(reading, up_polls=up_polls))
                 port.role = roles[reading.name]
                 port.gpus = ", ".join(self._roles.nearest_gpus(reading)) if port.role in FABRIC_ROLES else ""
         here = [self._ports[reading.name] for reading in readings]
         for port, reading in zip(here, readings, strict=True):
-            is_new = port.absent_polls > 0 or port.reading.device != reading.device
-            port.reading, port.absent_polls, port.is_gone = reading, 0, False
-            # A port that was just enabled, or whose driver was just loaded, trains its link for a while.
-            port.was_up = reading.up or (port.was_up and not is_new)
-            is_enabled = self._sample(port, PortPresence.HERE).is_enabled
-            if is_new or not is_enabled:
-                port.best_rate_gbps = None
-            port.was_up &= is_enabled
-            if reading.up and reading.rate_gbps is not None:
-                port.best_rate_gbps = max(reading.rate_gbps, port.best_rate_gbps or 0.0)
+            self._note(port, reading)
+            if is_full and not reading.is_virtual:
+                port.counters.add(ports.read_counters(reading), port.up_polls >= SETTLED_POLLS)
         return here
+
+    def _note(self, port: _Port, reading: ports.PortReading) -> None:
+        """Note what a new reading tells of the port."""
+        is_new = port.absent_polls > 0 or port.reading.device != reading.device
+        has_lost_link = (reading.link_downs or 0) > (port.reading.link_downs or 0)
+        port.up_polls = 0 if is_new or has_lost_link or not reading.up else port.up_polls + 1
+        port.reading, port.absent_polls, port.is_gone = reading, 0, False
+        # A port that was just enabled, or whose driver was just loaded, trains its link for a while.
+        port.was_up = reading.up or (port.was_up and not is_new)
+        is_enabled = self._sample(port, PortPresence.HERE).is_enabled
+        if is_new or not is_enabled:
+            port.best_rate_gbps = port.best_width = None
+        port.was_up &= is_enabled
+        if reading.up and reading.rate_gbps is not None:
+            port.best_rate_gbps = max(reading.rate_gbps, port.best_rate_gbps or 0.0)
+        if reading.up and reading.width is not None:
+            port.best_width = max(reading.width, port.best_width or 0)
 
     def _absent(self, port: _Port) -> PortSample | None:
         """Return the sample of a port that is not here; None if the port is to be forgotten."""
@@ -121,7 +170,10 @@ class NetworkSensor:
             best_rate_gbps=port.best_rate_gbps,
             usual_rate_gbps=usual_rate_gbps,
             width=reading.width if is_here else None,
-            errors=reading.errors if is_here else None,
+            best_width=port.best_width,
+            bond=reading.bond if is_here else "",
+            counters=port.counters.latest if is_here else {},
+            counts=port.counters.judged if is_here and port.role in FABRIC_ROLES else PortCounts(),
             link_downs=reading.link_downs if is_here else None,
             identity=reading.identity | ({"gpus": port.gpus} if port.gpus else {}),
         )

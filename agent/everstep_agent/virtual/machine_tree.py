@@ -10,7 +10,8 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from everstep_agent.virtual.scenario import VirtualGpu, VirtualHost, VirtualMachine, VirtualPort
+from everstep_agent.drivers.ports import EFA_DRIVER
+from everstep_agent.virtual.scenario import COUNTER_FOLDERS, VirtualGpu, VirtualHost, VirtualMachine, VirtualPort
 
 _GPU_FILES = {"vendor": "0x10de", "class": "0x030200", "numa_node": "0"}
 _NIC_FILES = {"vendor": "0x15b3", "class": "0x020000", "numa_node": "0"}
@@ -139,20 +140,20 @@ def _infiniband(name: str, port: VirtualPort, device: str) -> Iterator[tuple[str
     folder = f"{device}/infiniband/{adapter}"
     usual = "LinkUp" if port.up else "Polling" if port.enabled else "Disabled"
     phys_state = port.phys_state or usual
-    state = "4: ACTIVE" if port.up else "2: INIT" if phys_state == "LinkUp" else "1: DOWN"
+    is_efa = port.driver == EFA_DRIVER
     values = {
-        "node_guid": port.address,
-        "board_id": port.board,
-        "fw_ver": port.firmware,
-        f"ports/{number or 1}/state": state,
-        f"ports/{number or 1}/phys_state": f"{_PHYS_STATES.get(phys_state, 0)}: {phys_state}",
-        f"ports/{number or 1}/link_layer": "InfiniBand",
-        f"ports/{number or 1}/rate": f"{port.rate_gbps:g} Gb/sec ({port.width}X NDR)",
-        f"ports/{number or 1}/counters/symbol_error": str(port.errors),
-        f"ports/{number or 1}/counters/link_downed": str(port.link_downs),
+        "state": "4: ACTIVE" if port.up else "2: INIT" if phys_state == "LinkUp" else "1: DOWN",
+        "phys_state": f"{_PHYS_STATES.get(phys_state, 0)}: {phys_state}",
+        "link_layer": port.link_layer or ("Unknown" if is_efa else "InfiniBand"),
+        "rate": f"{port.rate_gbps:g} Gb/sec ({port.width}X NDR)",
+        **_counter_entries(port, {} if is_efa else {"symbol_error": port.errors}),
     }
-    for file, text in values.items():
+    if not is_efa:
+        values["counters/link_downed"] = str(port.link_downs)
+    for file, text in {"node_guid": port.address, "board_id": port.board, "fw_ver": port.firmware}.items():
         yield f"{folder}/{file}", text
+    for file, text in values.items():
+        yield f"{folder}/ports/{number or 1}/{file}", text
     yield f"{folder}/device", f"{_LINK}{device}"
     yield f"sys/class/infiniband/{adapter}", f"{_LINK}{folder}"
 
@@ -165,10 +166,22 @@ def _ethernet(name: str, port: VirtualPort, device: str) -> Iterator[tuple[str, 
         "operstate": "up" if port.up else "down",
         "flags": "0x1003" if port.enabled else "0x1002",
         "speed": str(round(port.rate_gbps * 1000)) if port.up else "-1",
-        "statistics/rx_errors": str(port.errors),
         "carrier_down_count": str(port.link_downs),
+        **_counter_entries(port, {"rx_errors": port.errors}),
     }
     for file, text in values.items():
         yield f"{folder}/{file}", text
     yield f"{folder}/device", f"{_LINK}{device}"
     yield f"sys/class/net/{name}", f"{_LINK}{folder}"
+    if port.bond:
+        bond = f"sys/devices/virtual/net/{port.bond}"
+        yield f"{folder}/master", f"{_LINK}{bond}"
+        yield f"{bond}/lower_{name}", f"{_LINK}{folder}"
+        yield f"{bond}/bonding/mode", "802.3ad 4"
+        yield f"sys/class/net/{port.bond}", f"{_LINK}{bond}"
+
+
+def _counter_entries(port: VirtualPort, usual: dict[str, int]) -> Entries:
+    """Return the files of the port's counters, by path below the port's folder."""
+    folders = COUNTER_FOLDERS[port.counter_kind]
+    return {f"{folders[name]}/{name}": str(count) for name, count in (usual | port.counters).items()}

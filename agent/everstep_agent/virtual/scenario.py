@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import xxhash
@@ -14,6 +14,7 @@ from everstep.errors import ConfigurationError
 from everstep.settings import explain_error, load_toml
 from everstep.wire.v1.agent import HardwareText
 from everstep_agent.drivers.pci_gpus import NVIDIA_DRIVER, PciGpu
+from everstep_agent.drivers.ports import COUNTERS, EFA_DRIVER
 from everstep_agent.drivers.samples import PathSample
 
 # Scenario: the initial state of a virtual machine, and the changes a control file may make.
@@ -114,7 +115,7 @@ class VirtualGpu(StrictScenarioStruct, frozen=True, kw_only=True):
 class VirtualPort(StrictScenarioStruct, frozen=True, kw_only=True):
     """One network port. ``address``, ``pci_bus_id``, ``board`` and ``firmware`` identify it to a vendor."""
 
-    kind: str = "infiniband"
+    kind: Literal["infiniband", "ethernet"] = "infiniband"
     address: str = ""
     pci_bus_id: str = ""
     board: str = "MT_0000000838"
@@ -130,8 +131,28 @@ class VirtualPort(StrictScenarioStruct, frozen=True, kw_only=True):
     missing: bool = False  # the device has left the bus
     rate_gbps: float = 400.0
     width: int = 4  # lanes of an InfiniBand link
-    errors: int = 0
+    link_layer: str = ""  # of an RDMA device; default: that of its driver
+    bond: str = ""  # bond that an Ethernet port belongs to
+    errors: int = 0  # symbol errors of InfiniBand, receive errors of Ethernet
+    counters: dict[str, int] = {}  # further counters, by the kernel's names
     link_downs: int = 0
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a counter that no sensor reads."""
+        if unknown := self.counters.keys() - COUNTER_FOLDERS[self.counter_kind].keys():
+            raise ValueError(f"no counter {', '.join(sorted(unknown))} of {self.counter_kind} ports is read")
+
+    @property
+    def counter_kind(self) -> str:
+        """Kind of the port in ``COUNTERS``."""
+        return EFA_DRIVER if self.driver == EFA_DRIVER else self.kind
+
+
+COUNTER_FOLDERS = {
+    kind: {name: folder for folder, names in reversed(folders.items()) for name in names}
+    for kind, folders in COUNTERS.items()
+}
+"""Folder of each counter below the port's, by kind of port."""
 
 
 class VirtualHost(StrictScenarioStruct, frozen=True, kw_only=True):

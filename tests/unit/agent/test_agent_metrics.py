@@ -144,6 +144,14 @@ def test_port_that_moved_into_a_container_has_no_series() -> None:
     assert ports == ["mlx5_0/1"]
 
 
+def test_counters_of_a_port_are_series_by_name() -> None:
+    counters = {"symbol_error": 3, "port_rcv_errors": 4, "out_of_buffer": 9}
+    port = PortSample(name="mlx5_0/1", kind="infiniband", up=True, was_up=True, counters=counters)
+    samples = shown(sensor_report=a_report(ports=(port,)))
+    assert value(samples, "everstep_port_counts_total", port="mlx5_0/1", counter="out_of_buffer") == 9
+    assert value(samples, "everstep_port_errors_total", port="mlx5_0/1") == 7
+
+
 def test_dcgm_exporters_names_units_and_labels_are_exact() -> None:
     samples = shown(dcgm_names=True)
     labels = {

@@ -6,6 +6,10 @@ import os
 import shutil
 from pathlib import Path
 
+from everstep.vocabulary import Finding
+from everstep_agent.sensors.network import NetworkSensor
+from tests.support.agents.sensors import TimedAssessor
+
 
 class PortTree:
     """A tree below ``root``. Devices are named by their path below ``sys/devices``."""
@@ -80,6 +84,14 @@ class PortTree:
         self.link(self.sys / "class/infiniband" / name, folder)
         return port
 
+    def bond(self, name: str, *members: str) -> None:
+        bond = self.ethernet(name, None)
+        self.write(bond / "bonding/mode", "802.3ad 4")
+        for member in members:
+            port = (self.sys / "class/net" / member).resolve()
+            self.link(port / "master", bond)
+            self.link(bond / f"lower_{member}", port)
+
     def default_route(self, name: str) -> None:
         with (self.proc / "net/route").open("a") as file:
             file.write(f"{name}\t00000000\t0102000A\t0003\t0\t0\t100\t00000000\t0\t0\t0\n")
@@ -135,3 +147,22 @@ def training_node(root: Path) -> PortTree:
     tree.link(tree.sys / "class/net/bond0/lower_eno2", tree.sys / "class/net/eno2")
     tree.default_route("bond0")
     return tree
+
+
+class Watched:
+    """A node whose ports are polled once a second."""
+
+    def __init__(self, tree: PortTree) -> None:
+        self.tree = tree
+        self.sensor = NetworkSensor(tree.sys, tree.proc)
+        self.judge = TimedAssessor()
+        self.seen: dict[str, Finding] = {}
+
+    def poll(self, count: int, every_s: float = 1.0) -> None:
+        for _ in range(count):
+            self.judge.clock.advance(every_s - 1.0)
+            self.judge.polls(1, ports=self.sensor.poll())
+            self.seen |= {finding.rule: finding for finding in self.judge.assessor.findings}
+
+    def active(self) -> set[tuple[str, str]]:
+        return {(finding.rule, finding.subject) for finding in self.judge.assessor.findings}

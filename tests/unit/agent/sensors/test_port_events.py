@@ -7,32 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from everstep.vocabulary import Action, Finding, Mode, Severity
+from everstep.vocabulary import Action, Mode, Severity
 from everstep_agent.drivers.samples import PortRole
-from everstep_agent.sensors.network import NetworkSensor
-from tests.support.agents.sensors import TimedAssessor
-from tests.unit.agent.sensors.port_tree import PortTree, training_node
+from tests.unit.agent.sensors.port_tree import PortTree, Watched, training_node
 
 SETTLED_POLLS = 12
 EVENT_POLLS = 125
-
-
-class Watched:
-    """A node whose ports are polled once a second."""
-
-    def __init__(self, tree: PortTree) -> None:
-        self.tree = tree
-        self.sensor = NetworkSensor(tree.sys, tree.proc)
-        self.judge = TimedAssessor()
-        self.seen: dict[str, Finding] = {}
-
-    def poll(self, count: int) -> None:
-        for _ in range(count):
-            self.judge.polls(1, ports=self.sensor.poll())
-            self.seen |= {finding.rule: finding for finding in self.judge.assessor.findings}
-
-    def active(self) -> set[tuple[str, str]]:
-        return {(finding.rule, finding.subject) for finding in self.judge.assessor.findings}
 
 
 @pytest.fixture
@@ -123,11 +103,21 @@ def admin_disables_roce_port(tree: PortTree) -> Undo:
 
 
 def software_interfaces_come_and_go(tree: PortTree) -> Undo:
-    for name in ("veth12ab", "br-7f", "lxc0"):
-        tree.ethernet(name, None)
+    """WireGuard and TUN have no hardware address (65534); IPoIB (32) belongs to the device of an InfiniBand port."""
+    names = {"veth12ab": 1, "br-7f": 1, "lxc0": 1, "dummy0": 1, "vxlan.calico": 1, "wg0": 65534, "tun0": 65534}
+    for name, kind in names.items():
+        folder = tree.ethernet(name, None, type=kind)
+        tree.write(folder / "statistics/rx_crc_errors", 5000)
+    tree.ethernet("ibp12s0", tree.sys / "devices/pci0000:15/0000:15:01.0/0000:15:02.0/0000:15:1c.0", type=32)
     for name in ("docker0", "cilium_host"):
         tree.take_away("net", name)
-    return lambda: [tree.take_away("net", name) for name in ("veth12ab", "br-7f", "lxc0")]
+
+    def end() -> None:
+        tree.set_ethernet("ibp12s0", "down")
+        for name in names:
+            tree.take_away("net", name)
+
+    return end
 
 
 def stacked_interfaces_come_and_go(tree: PortTree) -> Undo:
@@ -309,17 +299,20 @@ def test_flapping_and_errors_of_other_ports_are_not_judged(node: Watched, name: 
     port = node.tree.sys / "class/net" / name
     for count in (2, 4, 8):
         node.tree.write(port / "carrier_down_count", count)
-        node.tree.write(port / "statistics/rx_errors", count * 1000)
+        for counter in ("rx_errors", "rx_crc_errors", "tx_carrier_errors"):
+            node.tree.write(port / "statistics" / counter, count * 1000)
         node.poll(15)
     assert not node.seen
 
 
-@pytest.mark.parametrize("rate", ["200 Gb/sec (2X NDR)", "200 Gb/sec (4X HDR)"])
-def test_link_that_trains_below_its_rate_is_slow(node: Watched, rate: str) -> None:
+@pytest.mark.parametrize(
+    ("rate", "rule"), [("200 Gb/sec (2X NDR)", "port-narrow"), ("200 Gb/sec (4X HDR)", "port-slow")]
+)
+def test_link_that_trains_below_its_rate_is_slow(node: Watched, rate: str, rule: str) -> None:
     node.tree.set_infiniband("mlx5_0", "4: ACTIVE", "5: LinkUp", rate)
     node.poll(30)
-    assert node.active() == {("port-slow", "mlx5_0/1")}
-    finding = node.seen["port-slow"]
+    assert node.active() == {(rule, "mlx5_0/1")}
+    finding = node.seen[rule]
     assert (finding.severity, finding.action, finding.mode) == (Severity.WARNING, Action.DRAIN, Mode.RECOMMEND)
     node.tree.set_infiniband("mlx5_0", "4: ACTIVE", "5: LinkUp")
     node.poll(75)
@@ -372,3 +365,79 @@ def test_port_that_waits_for_its_subnet_manager_is_told(node: Watched) -> None:
     node.poll(70)
     assert node.active() == {("port-unconfigured", "mlx5_0/1")}
     assert node.seen["port-unconfigured"].severity is Severity.INFO
+
+
+def bonded_storage(node: Watched) -> PortTree:
+    """Give the storage port a second one, and put both in a bond."""
+    tree = node.tree
+    second = tree.pci("pci0000:e0/0000:e0:01.0/0000:e1:00.1", "mlx5_core", numa=1)
+    tree.ethernet("ens3f1np1", second, gbps=200)
+    tree.bond("bond1", "ens3f0np0", "ens3f1np1")
+    node.poll(SETTLED_POLLS)
+    return tree
+
+
+def test_bond_that_lost_one_port_warns_of_that_port(node: Watched) -> None:
+    tree = bonded_storage(node)
+    tree.set_ethernet("ens3f1np1", "down")
+    node.poll(30)
+    assert node.active() == {("port-bond-degraded", "ens3f1np1")}
+    finding = node.seen["port-bond-degraded"]
+    assert (finding.severity, finding.action, "bond1" in finding.message) == (Severity.WARNING, Action.NONE, True)
+    tree.set_ethernet("ens3f0np0", "down")
+    node.poll(4)
+    assert node.active() == {("port-down", "ens3f0np0"), ("port-down", "ens3f1np1")}
+    for name in ("ens3f0np0", "ens3f1np1"):
+        tree.set_ethernet(name, "up")
+    node.poll(35)
+    assert node.active() == set()
+
+
+def test_findings_of_a_forgotten_port_end(node: Watched) -> None:
+    for losses in (1, 2, 3):
+        node.tree.write(node.tree.sys / "class/net/ens3f0np0/carrier_down_count", losses)
+        node.poll(10)
+    assert node.active() == {("port-flapping", "ens3f0np0")}
+    udev_renames_port(node.tree)
+    node.poll(EVENT_POLLS)
+    assert node.active() == set()
+
+
+# Amazon's EFA
+
+
+def efa_node(root: Path, gpus: int) -> Watched:
+    """Return a node with four EFA devices beside each GPU; EFA has no link layer."""
+    tree = PortTree(root)
+    for index in range(gpus):
+        tree.gpu(f"pci0000:{index}0/0000:{index}0:01.0/0000:{index}1:00.0")
+        for number in range(4):
+            device = tree.pci(f"pci0000:{index}0/0000:{index}0:0{number + 2}.0/0000:{index}{number + 2}:00.0", "efa")
+            port = tree.infiniband(f"rdmap{index}{number}s0", device, link_layer="Unknown", gbps=100)
+            (port / "counters/symbol_error").unlink()
+            (port / "counters/link_downed").unlink()
+            for counter in ("rx_drops", "retrans_pkts", "retrans_timeout_events", "impaired_remote_conn_events"):
+                tree.write(port / "hw_counters" / counter, 0)
+            tree.write(device / f"infiniband/rdmap{index}{number}s0/hw_counters/no_completion_cmds", 0)
+    node = Watched(tree)
+    node.poll(SETTLED_POLLS)
+    return node
+
+
+def test_healthy_efa_devices_make_no_finding(tmp_path: Path) -> None:
+    node = efa_node(tmp_path, gpus=8)  # a p5.48xlarge
+    assert {sample.role for sample in node.sensor.poll()} == {PortRole.COMPUTE}
+    for counter, count in {"retrans_pkts": 10**7, "rx_drops": 10**6, "retrans_timeout_events": 900}.items():
+        for port in node.tree.sys.glob("class/infiniband/*/ports/1"):
+            node.tree.write(port / "hw_counters" / counter, count)
+    node.poll(SETTLED_POLLS)
+    assert not node.seen
+
+
+def test_stuck_and_gone_efa_devices_are_found(tmp_path: Path) -> None:
+    node = efa_node(tmp_path, gpus=1)
+    node.tree.write(node.tree.sys / "class/infiniband/rdmap00s0/hw_counters/no_completion_cmds", 3)
+    node.tree.remove_device((node.tree.sys / "class/infiniband/rdmap03s0/device").resolve())
+    node.poll(75)
+    assert node.active() == {("efa-commands-unanswered", "rdmap00s0/1"), ("port-gone", "rdmap03s0/1")}
+    assert node.seen["efa-commands-unanswered"].severity is Severity.WARNING

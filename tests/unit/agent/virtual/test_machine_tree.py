@@ -78,7 +78,9 @@ def test_host_identity_is_that_of_the_scenario(bench: Bench) -> None:
         ({"missing": True}, "device_gone", 1),
         ({"rate_gbps": 100.0, "width": 1}, "rate_fraction", 0.25),
         ({"link_downs": 1}, "link_losses", 1),
-        ({"errors": 7}, "error_count", 7),
+        ({"width": 2}, "lanes_missing", 2),
+        ({"errors": 7, "counters": {"port_rcv_errors": 2, "rnr_nak_retry_err": 5}}, "errors", 9),
+        ({"counters": {"rnr_nak_retry_err": 5}}, "counters", {"symbol_error": 0, "rnr_nak_retry_err": 5}),
     ],
 )
 def test_control_file_reaches_the_sample(bench: Bench, change: dict[str, object], field: str, value: object) -> None:
@@ -103,6 +105,24 @@ def test_ports_of_all_roles_can_be_described(tmp_path: Path) -> None:
         "usb0": PortRole.OUT_OF_BAND,
         "mlx5_0/1": PortRole.COMPUTE,
     }
+
+
+def test_ports_of_a_bond_and_of_efa_can_be_described(tmp_path: Path) -> None:
+    ports = {name: VirtualPort(kind="ethernet", bond="bond0") for name in ("eth0", "eth1")}
+    bench = Bench(tmp_path, Scenario(port=ports | {"efa_0": VirtualPort(driver="efa")}))
+    bench.port("eth1")
+    bench.change(ports={"eth1": {"up": False}, "efa_0": {"counters": {"rdma_read_wr_err": 3}}})
+    assert (bench.port("eth1").bond, bench.port("eth1").lost_bond_link, bench.port("eth0").bond) == ("bond0", 1, "")
+    efa = bench.port("efa_0/1")
+    assert (efa.link_layer, efa.role, efa.counts.rdma_read_wr_err) == ("Unknown", PortRole.COMPUTE, 0)
+    bench.change(ports={"efa_0": {"counters": {"rdma_read_wr_err": 5}}})
+    assert bench.port("efa_0/1").counts.rdma_read_wr_err == 2
+
+
+def test_unknown_counter_of_a_port_is_refused(bench: Bench) -> None:
+    bench.control.write(ports={"mlx5_0": {"counters": {"rx_crc_errors": 1}}})
+    assert bench.machine.reload_control()
+    assert "no counter rx_crc_errors of infiniband ports is read" in bench.machine.error
 
 
 def test_virtual_port_that_falls_is_a_finding(bench: Bench) -> None:
