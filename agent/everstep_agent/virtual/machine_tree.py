@@ -182,6 +182,6 @@ def _ethernet(name: str, port: VirtualPort, device: str) -> Iterator[tuple[str, 
 
 
 def _counter_entries(port: VirtualPort, usual: dict[str, int]) -> Entries:
-    """Return the files of the port's counters, by path below the port's folder."""
-    folders = COUNTER_FOLDERS[port.counter_kind]
-    return {f"{folders[name]}/{name}": str(count) for name, count in (usual | port.counters).items()}
+    """Return the files of all counters of the port's kind, by path below the port's folder."""
+    counts = usual | port.counters
+    return {f"{folder}/{name}": str(counts.get(name, 0)) for name, folder in COUNTER_FOLDERS[port.counter_kind].items()}
