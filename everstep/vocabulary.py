@@ -42,6 +42,7 @@ class FindingKind(StrEnum):
     SENSOR_FAILED = "sensor.failed"
     SENSOR_STALE = "sensor.stale"
     NODE_FLAPPING = "node.flapping"
+    NODE_CHANGED = "node.changed"
     RANK_FLAPPING = "rank.flapping"
     RANK_STRAGGLER = "rank.straggler"
     RANK_LOSS = "rank.loss"

@@ -9,12 +9,18 @@ import typer
 
 from everstep.command_line import Flags, Version, make_app, takes_settings
 from everstep_agent.config import PROGRAM
+from everstep_agent.findings import profile_command
 
-app = make_app()
+app = make_app(
+    "Run the daemon of one node: it watches the GPUs, keeps checkpoints in memory, and reports to the controller."
+)
+app.add_typer(profile_command.app, name="profile")
 
 
-@app.command()
+@app.callback(invoke_without_command=True, no_args_is_help=False)
 @takes_settings(PROGRAM)
 def agent(context: typer.Context, flags: Flags, _version: Version = False) -> None:
-    """Run the daemon of one node: it watches the GPUs, keeps checkpoints in memory, and reports to the controller."""
+    """Pass the settings to the daemon, unless another command follows."""
+    if context.invoked_subcommand is not None:
+        return
     os.write(context.obj, msgspec.msgpack.encode(flags, enc_hook=str))  # unlike JSON, it keeps inf

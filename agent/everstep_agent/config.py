@@ -35,6 +35,10 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     agent until ``everstep node join`` connects it to a controller."""
     run_dir: Path
     """Directory for sockets and the ready file, made with mode 0700. Default: ``$XDG_RUNTIME_DIR/everstep/NODE``."""
+    state_dir: Path | None = None
+    """Directory for what must outlive a reboot, such as the node's profile. Made with mode 0700. Default:
+    ``$STATE_DIRECTORY``, ``/var/lib/everstep-agent`` for root, ``~/.local/state/everstep/agent/NODE`` for others,
+    and ``run_dir`` with simulated GPUs."""
     token_file: Path | None = None
     """File with this node's agent token, from ``everstep token issue`` or ``everstep-controller token``. With
     ``join_token_file``, the agent writes it."""
@@ -152,6 +156,11 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.run_dir / "vault.sock"
 
     @property
+    def resolved_state_dir(self) -> Path:
+        """The directory for what must outlive a reboot, with the default filled in."""
+        return self.state_dir or self.run_dir
+
+    @property
     def kernel_log_path(self) -> str:
         """The kernel log to read, or "" for none."""
         return self.kernel_log or ("" if self.virtual else "/dev/kmsg")
@@ -188,9 +197,9 @@ def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Agent
     given = PROGRAM.read(flags, environ)
     values = {**PRESETS[given.get("preset", "lab")], **given}
     node = values.setdefault("node", socket.gethostname().partition(".")[0])
-    base = environ.get("XDG_RUNTIME_DIR") or ("/run" if os.getuid() == 0 else f"/tmp/everstep-{os.getuid()}")  # noqa: S108 - made 0700
-    values.setdefault("run_dir", Path(base) / "everstep" / node)
-    values.setdefault("bundle_dir", _default_bundle_dir(values, environ))
+    values.setdefault("run_dir", _default_run_dir(node, environ))
+    values.setdefault("state_dir", _default_state_dir(values, environ))
+    values.setdefault("bundle_dir", Path(values["state_dir"]) / "bundles")
     values["controllers"] = tuple(url.rstrip("/") for url in values.get("controllers", ()))
     settings = AgentSettings(**values)
     if settings.standalone and not settings.controllers:
@@ -198,15 +207,15 @@ def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Agent
     return settings.validate()
 
 
-def _default_bundle_dir(values: Mapping[str, Any], environ: Mapping[str, str]) -> Path:
-    """Return where bundles of logs survive a reboot; those of private agents and of simulated GPUs need not."""
+def _default_state_dir(values: Mapping[str, Any], environ: Mapping[str, str]) -> Path:
+    """Return a directory that survives a reboot; the state of private agents and of simulated GPUs need not."""
     if values.get("virtual") or values.get("die_with_parent"):
-        return Path(values["run_dir"]) / "bundles"
+        return Path(str(values["run_dir"]))
     if state := environ.get("STATE_DIRECTORY"):
-        return Path(state.partition(":")[0]) / "bundles"
+        return Path(state.partition(":")[0])
     if os.geteuid() == 0:
-        return Path("/var/lib/everstep-agent/bundles")
-    return Path(preferred_state_directory(environ) / "agent" / values["node"] / "bundles")
+        return Path("/var/lib/everstep-agent")
+    return preferred_state_directory(environ) / "agent" / str(values["node"])
 
 
 # The fleet that a standalone agent has joined, kept in the run directory for its next start.
@@ -232,6 +241,20 @@ def _with_joined_fleet(settings: AgentSettings) -> AgentSettings:
         return settings
     except (OSError, *DECODE_ERRORS) as error:
         raise ConfigurationError(f"{file} cannot be used: {error}; remove it to run without a controller") from error
+
+
+def state_folders(given: Mapping[str, Any], environ: Mapping[str, str]) -> list[Path]:
+    """Return the directories in which an agent may keep its state, by the settings that are given to a command."""
+    if "state_dir" in given:
+        return [Path(given["state_dir"])]
+    node = given.get("node") or socket.gethostname().partition(".")[0]
+    run_dir = Path(given.get("run_dir") or _default_run_dir(node, environ))
+    return [run_dir, _default_state_dir({"node": node, "run_dir": run_dir}, environ)]
+
+
+def _default_run_dir(node: str, environ: Mapping[str, str]) -> Path:
+    base = environ.get("XDG_RUNTIME_DIR") or ("/run" if os.getuid() == 0 else f"/tmp/everstep-{os.getuid()}")  # noqa: S108 - made 0700
+    return Path(base) / "everstep" / node
 
 
 def tls_context(settings: AgentSettings) -> ssl.SSLContext | None:

@@ -21,6 +21,7 @@ import msgspec
 from everstep import __version__
 from everstep.clock import Clock
 from everstep.errors import ConfigurationError, Unavailable
+from everstep.host.private_files import private_directory
 from everstep.vocabulary import Finding
 from everstep.wire.framing import SUPPORTED_VERSIONS
 from everstep.wire.v1.agent import Domain, GpuGauges
@@ -118,6 +119,15 @@ def make_welcome(settings: AgentSettings) -> Welcome:
     )
 
 
+def _prepared_state_dir(settings: AgentSettings) -> Path:
+    """Return the directory for what outlives a reboot, or the run directory if that cannot be used."""
+    try:
+        return private_directory(settings.resolved_state_dir.absolute(), "--state-dir")
+    except (ConfigurationError, Unavailable) as error:
+        log.warning("%s; the node's profile does not survive a reboot", error, extra={"node": settings.node})
+        return settings.run_dir.absolute()
+
+
 class Supervisor:
     """One run of an agent. Create it in a running event loop, then call ``run``.
 
@@ -144,6 +154,7 @@ class Supervisor:
                     kernel_log=settings.kernel_log_path,
                     state_path=str(settings.run_dir / "sensors.state"),
                     hold_file=str(settings.run_dir / NVML_HOLD_FILE),
+                    profile_folder=str(_prepared_state_dir(settings)),
                     site_policy=settings.site_policy,
                 ),
                 clock,

@@ -378,6 +378,14 @@ class HostSample(Sample, frozen=True, kw_only=True):
         return None if self.clock_skew_s is None else abs(self.clock_skew_s)
 
 
+class InventorySample(Sample, frozen=True, kw_only=True):
+    """Parts of the machine, whatever driver or container uses them."""
+
+    cpus: int | None = None  # processors that are online
+    gpus: int | None = None  # GPUs on the PCI bus
+    network_devices: tuple[str, ...] | None = None  # PCI addresses
+
+
 class SensorState(Sample, frozen=True, kw_only=True):
     """Health of the sensing itself."""
 

@@ -12,6 +12,7 @@ from everstep.vocabulary import Action, Finding, FindingKind, Mode, Severity, gr
 from everstep_agent.drivers.samples import GpuSample, HostSample, LinkSample, SensorState, XidEvent
 from everstep_agent.findings.kernel_lines import LineFindings
 from everstep_agent.findings.memory_errors import MemoryErrors
+from everstep_agent.findings.profile import NodeProfile
 from everstep_agent.findings.rules import ClearEvent, FindingPolicy, FindingRule, RuleHistory
 from everstep_agent.findings.xid_history import XidHistory, XidRecord, wait_for_job_end
 from everstep_agent.findings.xids import DRAIN_AND_RESET, XidParser, is_known_recovery, recovery_action, recovery_name
@@ -28,6 +29,10 @@ HOST_SUBJECT = "host"
 PORT_SCOPES = ("port", "counter")
 UNCORRECTED_METRIC = "gpu.ecc_uncorrected"
 """The count whose rise XIDs 94 and 95 explain."""
+
+
+PROFILE_INTERVAL_S = 10.0
+"""Seconds between comparisons with the node's profile, whose values change rarely."""
 
 
 class Instant(NamedTuple):
@@ -63,8 +68,17 @@ class FindingAssessor:
     """
 
     def __init__(
-        self, policy: FindingPolicy, node: str, expected_gpus: int | None, state: AssessorState, now: Instant
+        self,
+        policy: FindingPolicy,
+        node: str,
+        expected_gpus: int | None,
+        state: AssessorState,
+        now: Instant,
+        profile: NodeProfile | None = None,
     ) -> None:
+        self.profile = profile or NodeProfile()
+        self._profile_due = now.monotonic
+        self._profile_rules = {rule.id for rule in policy.rules if rule.scope == "profile"}
         self._policy = policy
         self._node = node
         self._expected_gpus = expected_gpus
@@ -121,6 +135,7 @@ class FindingAssessor:
         self._apply_rules("host", HOST_SUBJECT, host, host.error, now)
         sensing = self._sensor_state(poll)
         self._apply_rules("sensor", SENSOR_SUBJECT, sensing, sensing.detail, now)
+        self._apply_profile(poll, now)
         self._dirty |= self.xid_history.drop_quiet(now.monotonic)
         self._dirty |= self.lines.expire(now.monotonic)
         return self.process_xid_events(poll.xids, now)
@@ -267,10 +282,25 @@ class FindingAssessor:
             else:
                 self._rule_findings.pop(key, None)
 
+    def _apply_profile(self, poll: PollResult, now: Instant) -> None:
+        """Compare the node with its profile if it is time to. Nothing is learned from a part with a fault."""
+        if now.monotonic < self._profile_due:
+            return
+        self._profile_due = now.monotonic + PROFILE_INTERVAL_S
+        own = self._profile_rules
+        faulty = {f.subject for f in self.findings if f.severity is not Severity.INFO and f.rule not in own}
+        samples = self.profile.update(poll, faulty, now.wall, now.monotonic)
+        for subject, sample in samples.items():
+            hint = f"if it is meant to be so, run: everstep-agent profile accept {subject}"
+            self._apply_rules("profile", subject, sample, hint, now)
+        for key in [key for key in self._rule_findings if key[0] in own and key[1] not in samples]:
+            del self._rule_findings[key], self._histories[key]
+            self._dirty = True
+
     def _finding(self, rule: FindingRule, subject: str, value: float, detail: str, now: Instant) -> Finding:
         place = _gpu_of_link(subject) if rule.scope == "link" else subject
         gpu = self._gpus.get(place)
-        identity = self._ports.get(subject, {}) if rule.scope in PORT_SCOPES else {}
+        identity = self._ports.get(subject, {}) if rule.scope in (*PORT_SCOPES, "profile") else {}
         shown = {"threshold": rule.threshold, "window_s": rule.window_s, "detail": detail or "no detail"}
         message = rule.message.format(subject=subject, value=value, **shown)
         finding = msgspec.structs.replace(

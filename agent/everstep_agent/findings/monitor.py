@@ -19,6 +19,7 @@ from everstep_agent.drivers import sysfs
 from everstep_agent.drivers.kmsg import KernelLog, LogPosition, is_null_device
 from everstep_agent.drivers.samples import SensorState
 from everstep_agent.findings.assessment import AssessorState, FindingAssessor, Instant
+from everstep_agent.findings.profile_store import ProfileStore
 from everstep_agent.findings.rules import load_policy
 from everstep_agent.lifecycle import end_child, start_child, wait_readable, write_atomically
 from everstep_agent.sensors.sensor_messages import (
@@ -49,6 +50,7 @@ class SensorSettings(msgspec.Struct, frozen=True, kw_only=True):
     kernel_log: str = "/dev/kmsg"  # /dev/kmsg, or a file or named pipe; empty for none
     kernel_log_poll_s: float = 0.05  # between checks of a plain file; a device or pipe wakes the agent itself
     state_path: str = ""  # file for findings that outlive the agent (XIDs until a reset or a reboot); empty for none
+    profile_folder: str = ""  # folder of the node's profile; empty for none
     hold_file: str = ""  # while this file exists, NVML stays closed, for a reset or a new driver; empty for none
     site_policy: tuple[str, ...] = ()  # TOML files whose rules replace built-in ones of the same id
     sysfs_root: str = "/sys"
@@ -175,8 +177,15 @@ class SensorMonitor:
         self._scenario = load_scenario(settings.virtual, settings.node) if settings.virtual else None
         saved = load_sensor_state(settings.state_path)
         boot_id = _boot_id(settings, self._scenario)
+        folder = Path(settings.profile_folder) if settings.profile_folder else None
+        self._profile_store = ProfileStore(folder, self._now().monotonic)
         self._assessor = FindingAssessor(
-            load_policy(settings.site_policy), settings.node, settings.expected_gpus, saved.assessor_state, self._now()
+            load_policy(settings.site_policy),
+            settings.node,
+            settings.expected_gpus,
+            saved.assessor_state,
+            self._now(),
+            self._profile_store.profile,
         )
         self._assessor.process_boot(boot_id)
         self._log = _kernel_log(settings, saved, boot_id)
@@ -230,6 +239,7 @@ class SensorMonitor:
             if self._log is not None:
                 self._log.close()
             self._save_state()
+            self._profile_store.save(self._now().monotonic, is_final=True)
             if self._settings.virtual_folder:
                 remove_tree(Path(self._settings.virtual_folder))
 
@@ -296,6 +306,8 @@ class SensorMonitor:
             self._hangs = self._crashes = 0
             self._poll, self._polled_at = message, now.wall
             changed = self._assessor.process_poll(message, self._skew_s, now)
+            self._profile_store.take_orders()
+            self._profile_store.save(now.monotonic)
         else:
             changed = self._assessor.process_kernel_lines(message.kernel_lines, now)
             changed |= self._assessor.process_xid_events(message.xids, now)

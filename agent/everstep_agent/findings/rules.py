@@ -28,6 +28,7 @@ from everstep_agent.drivers.samples import (
     PortSample,
     SensorState,
 )
+from everstep_agent.findings.profile import ProfileSample
 from everstep_agent.findings.xids import XidEntry, load_xid_table, unknown_xid_entry
 
 POLICY_FOLDER = Path(__file__).parents[1] / "policy"
@@ -40,6 +41,7 @@ SCOPES: dict[str, type[msgspec.Struct]] = {
     "path": PathSample,
     "host": HostSample,
     "sensor": SensorState,
+    "profile": ProfileSample,
 }
 
 

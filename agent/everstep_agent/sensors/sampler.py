@@ -27,7 +27,9 @@ from everstep.host.parent_process import die_with_parent
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.framing import FrameDecoder, encode_frame
 from everstep_agent.drivers import sysfs
+from everstep_agent.drivers.inventory import read_inventory
 from everstep_agent.drivers.pci_gpus import PciGpu, pci_gpus
+from everstep_agent.drivers.samples import InventorySample
 from everstep_agent.sensors.gpu import GpuSensor
 from everstep_agent.sensors.gpu_watch import GpuWatch
 from everstep_agent.sensors.host import HostSensor, PathSensor
@@ -67,6 +69,7 @@ class NodeSensors:
         self._host = HostSensor(self._proc)
         self._host_id = sysfs.host_identity(self._sysfs, self._proc)
         self._paths = PathSensor(config.disk_paths, self._proc, SYSTEM_CLOCK)
+        self._inventory = InventorySample()
 
     def poll_urgent(self) -> PollResult | None:
         """Return data to send before touching anything that may block, or None."""
@@ -124,6 +127,9 @@ class NodeSensors:
         self._set_activity("network ports")
         ports = self._network.poll()
         self._set_activity("host")
+        if self._polls % PCI_EVERY == 1:
+            gpus = self._read_bus()
+            self._inventory = read_inventory(self._sysfs, None if gpus is None else len(gpus))
         try:
             boot_id = sysfs.boot_id(self._proc)
         except OSError as error:
@@ -135,6 +141,7 @@ class NodeSensors:
             paths=self._paths.poll() if self._machine is None else self._machine.path_samples(),
             host=self._host.poll(),
             host_identity=self._host_id,
+            inventory=self._inventory,
             sensor_errors=tuple(faults),
         )
 

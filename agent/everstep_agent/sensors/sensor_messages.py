@@ -6,7 +6,15 @@ import msgspec
 
 from everstep.vocabulary import Finding
 from everstep.wire.v1.agent import UNKNOWN_HOST, Gpu, Host
-from everstep_agent.drivers.samples import GpuSample, HostSample, PathSample, PortSample, Sample, XidEvent
+from everstep_agent.drivers.samples import (
+    GpuSample,
+    HostSample,
+    InventorySample,
+    PathSample,
+    PortSample,
+    Sample,
+    XidEvent,
+)
 from everstep_agent.virtual.scenario import Scenario
 
 # Messages between the sensor process and its supervisor: one ``SensorConfig``, then one ``PollResult`` after another.
@@ -45,6 +53,7 @@ class PollResult(Sample, frozen=True, kw_only=True):
     paths: tuple[PathSample, ...] = ()
     host: HostSample = HostSample()
     host_identity: Host = UNKNOWN_HOST
+    inventory: InventorySample = InventorySample()
     xids: tuple[XidEvent, ...] = ()
     kernel_lines: tuple[str, ...] = ()
     pci_gpu_count: int | None = None  # number of GPUs on the PCI bus that NVML should list to this process

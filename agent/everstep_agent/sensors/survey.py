@@ -22,7 +22,8 @@ from everstep_agent.drivers.kmsg import KernelLog, LogPosition, is_null_device
 from everstep_agent.drivers.pci_gpus import PciGpu, pci_gpus
 from everstep_agent.drivers.samples import FABRIC_ROLES, GpuSample, Sample
 from everstep_agent.sensors.gpu import GpuSensor
-from everstep_agent.sensors.host import HostSensor, NetworkSensor
+from everstep_agent.sensors.host import HostSensor
+from everstep_agent.sensors.network import NetworkSensor
 
 CHECKS = ("kernel log", "host", "network ports", "PCI bus", "GPUs")
 """Names of the sensors, in the order in which they are read."""

@@ -82,6 +82,7 @@ def _host_entries(host: VirtualHost, boot_id: str) -> Iterator[tuple[str, str]]:
     dmi = {"sys_vendor": host.vendor, "product_name": host.product, "product_serial": host.serial}
     for name, text in (dmi | {"chassis_serial": host.chassis_serial}).items():
         yield f"sys/class/dmi/id/{name}", text
+    yield "sys/devices/system/cpu/online", f"0-{host.cpus - 1}"
     total = host.memory_total_bytes >> 10
     yield "proc/meminfo", f"MemTotal: {total} kB\nMemAvailable: {round(total * host.memory_available_fraction)} kB"
     yield "proc/uptime", f"{host.uptime_s:.2f} 0.00"

@@ -166,6 +166,7 @@ class VirtualHost(StrictScenarioStruct, frozen=True, kw_only=True):
     uptime_s: float = 86_400.0
     memory_available_fraction: Fraction = 0.9
     memory_total_bytes: int = 2 << 40
+    cpus: Annotated[int, msgspec.Meta(ge=1)] = 224
     stuck_processes: int = 0
     zombies: int = 0
     load: float = 1.0

@@ -130,7 +130,8 @@ def a_segment(agent: AgentProcess) -> Path:
 
 def left_of(agent: AgentProcess) -> list[str]:
     """Return the files that are left, except those for the next agent of the node."""
-    files = [p.name for p in agent.run_dir.glob("*") if p.name not in ("incarnation", "sensors.state")]
+    kept = ("incarnation", "sensors.state", "profile.json")
+    files = [p.name for p in agent.run_dir.glob("*") if p.name not in kept]
     return files + [str(p) for p in agent.segments.rglob("*")]
 
 

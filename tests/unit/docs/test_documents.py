@@ -102,7 +102,7 @@ def check(program: str, arguments: list[str]) -> None:
     command, _ = parse(program, arguments)
     if command == "serve":
         controller_settings(arguments, {})
-    elif program == "everstep-agent":
+    elif command == "everstep-agent":
         agent_settings(arguments, {})
 
 

@@ -47,5 +47,5 @@
 preset listen operators_listen advertise name secret_file database database_password_file tls_certificate tls_key remediation_backend kubernetes_evict_pods webhook_url webhook_secret_file alert_url alert_token_file policy_remediation_mode policy_probes_required
 {{- end }}
 {{- define "everstep.managed.agent" -}}
-preset node controller ca_file join_token_file token_file metrics_token_file metrics_listen vault_listen run_dir segment_dir bundle_dir sysfs_root virtual kernel_log
+preset node controller ca_file join_token_file token_file metrics_token_file metrics_listen vault_listen run_dir state_dir segment_dir bundle_dir sysfs_root virtual kernel_log
 {{- end }}

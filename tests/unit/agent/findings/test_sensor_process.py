@@ -12,8 +12,10 @@ import pytest
 
 from everstep.errors import ConfigurationError
 from everstep.system_clock import SYSTEM_CLOCK
-from everstep.vocabulary import Action, Severity
+from everstep.vocabulary import Action, Mode, Severity
+from everstep_agent.findings import assessment, profile
 from everstep_agent.findings.monitor import SensorMonitor, SensorSettings
+from everstep_agent.findings.profile_store import ACCEPT_FILE, order_acceptance
 from tests.support.agents.sensors import BUS, FELL_OFF, Control, RunningMonitor, running_monitor
 
 pytestmark = pytest.mark.slow  # starts processes
@@ -192,3 +194,28 @@ def test_sensors_go_on_without_an_unusable_log(settings: SensorSettings, path: s
 def test_contradictory_settings_are_refused(settings: SensorSettings, change: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigurationError, match=says):
         SensorMonitor(msgspec.structs.replace(settings, **change), SYSTEM_CLOCK, lambda report: None)
+
+
+def test_faults_from_before_the_start_are_found_by_profile(
+    settings: SensorSettings, control: Control, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile, "LEARN_S", 0.0)
+    monkeypatch.setattr(assessment, "PROFILE_INTERVAL_S", 0.1)
+    settings = msgspec.structs.replace(settings, profile_folder=str(tmp_path))
+
+    async def learn(sensing: RunningMonitor) -> None:
+        await sensing.until(lambda report: len(sensing.reports) > 6)
+        assert {finding.severity for finding in sensing.reports[-1].findings} <= {Severity.INFO}  # GPU 0 and its peers
+
+    async def find(sensing: RunningMonitor) -> None:
+        wanted = {f"gpu.nvlink/{BUS}", "gpu.lost/gpus", "network.port_down/mlx5_1/1", "node.changed/memory"}
+        report = await sensing.until(lambda report: wanted <= {finding.key for finding in report.findings})
+        assert Mode.ENFORCE not in {finding.mode for finding in report.findings}
+        order_acceptance(tmp_path, [])
+        await sensing.until(lambda report: not (tmp_path / ACCEPT_FILE).exists())
+
+    play(settings, learn)
+    gpus = {"0": {"nvlinks_down": 18}, "7": {"missing": True}}
+    control.write(gpus=gpus, ports={"mlx5_1": {"missing": True}}, host={"memory_total_bytes": 1 << 40})
+    play(settings, find)
+    play(settings, learn)
