@@ -28,7 +28,7 @@ LEARN_S = 600.0
 """Seconds that a new or better value has to be steady before it is expected: links train for minutes after a boot."""
 
 STEADY_S = 86_400.0
-"""Seconds after which a changed mode or limit is expected, and for which growth between two runs is shown."""
+"""Seconds after which a changed mode or limit is expected."""
 
 MAX_STEP_S = 60.0
 """Longest time between two polls that counts as steady: the sensors may have hung in between."""
@@ -192,7 +192,6 @@ class NodeProfile:
         self._last_boot_id = self._saved.boot_id
         self._observed: dict[str, _Observed] = {}
         self._gone: list[str] = []
-        self._grown: dict[str, dict[str, tuple[float, float]]] = {}  # subject, field: growth, shown until
         self._counted: set[tuple[str, str]] = set()
 
     def export(self) -> SavedProfile:
@@ -228,12 +227,10 @@ class NodeProfile:
         for subject, seen in self._observed.items():
             profile = self._profile_of(subject, seen)
             profile.seen_at = wall
-            self._count(subject, profile, seen, is_same_boot, monotonic)
+            grown = self._count(subject, profile, seen, is_same_boot)
             if subject not in faulty:
                 self._learn(profile, seen, step_s, gone)
-            samples[subject] = ProfileSample(
-                **_changes(profile, seen), **_peer_changes(seen, peers), **self._growth(subject, monotonic)
-            )
+            samples[subject] = ProfileSample(**_changes(profile, seen), **_peer_changes(seen, peers), **grown)
         self._saved.boot_id = poll.boot_id or self._saved.boot_id
         return samples | {subject: ProfileSample(port_missing=float(not is_exchanged)) for subject in gone}
 
@@ -261,7 +258,6 @@ class NodeProfile:
             profile = self._profile_of(subject, seen)
             profile.values |= {name: value for name, value in seen.values.items() if value is not None}
             profile.pending = {}
-            self._grown.pop(subject, None)
         self.has_changed = True
         return known
 
@@ -276,7 +272,7 @@ class NodeProfile:
         if is_same is False:
             logger.warning("the node profile is of another machine: the state of this one is learned anew")
             self._saved, self.has_changed = SavedProfile(), True
-            self._grown, self._counted = {}, set()
+            self._counted = set()
         if has_serial and self._saved.serials != serials:
             self._saved.serials, self.has_changed = serials, True
         return is_same
@@ -376,25 +372,20 @@ class NodeProfile:
                 del profile.pending[each.name]
                 self.has_changed = True
 
-    def _count(
-        self, subject: str, profile: SubjectProfile, seen: _Observed, is_same_boot: bool, monotonic: float
-    ) -> None:
-        """Note the counters, and at their first value in this run how far they grew since the last one."""
+    def _count(self, subject: str, profile: SubjectProfile, seen: _Observed, is_same_boot: bool) -> dict[str, float]:
+        """Note the counters. Returns how far each has grown since the last run, at its first value in this one."""
+        grown = {}
         for name, field, restarts in COUNTS[seen.kind]:
             now, before = seen.counts.get(name), profile.counts.get(name)
             if now is None:
                 continue
-            if (subject, name) not in self._counted:
-                self._counted.add((subject, name))
-                if before is not None and now > before and (is_same_boot or not restarts):
-                    self._grown.setdefault(subject, {})[field] = now - before, monotonic + STEADY_S
+            is_comparable = (subject, name) not in self._counted and (is_same_boot or not restarts)
+            self._counted.add((subject, name))
+            grown[field] = max(0.0, now - before) if is_comparable and before is not None else 0.0
             if now != before:
                 profile.counts[name] = now
                 self.has_changed = True
-
-    def _growth(self, subject: str, monotonic: float) -> dict[str, float]:
-        grown = self._grown.get(subject, {})
-        return {field: growth if monotonic < until else 0.0 for field, (growth, until) in grown.items()}
+        return grown
 
 
 # Observation and comparison

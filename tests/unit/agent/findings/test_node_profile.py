@@ -315,11 +315,10 @@ def test_mode_of_a_gpu_is_compared_by_its_name() -> None:
     assert all(hasattr(ProfileSample, each.field) for values in PROFILED.values() for each in values)
 
 
-@pytest.mark.usefixtures("short_day")
 def test_counts_are_shown_for_a_day_and_told_once(learned: Node) -> None:
     learned.gpus = (gpu(ecc_uncorrected_lifetime=4),)
-    assert learned.polls(60) == {"profile-uncorrected-meanwhile"}
-    assert learned.polls(70) == set()
+    assert learned.polls(23, step_s=3600.0) == {"profile-uncorrected-meanwhile"}
+    assert learned.polls(3, step_s=3600.0) == set()
     learned.restart()
     assert learned.polls(3) == set()
 
