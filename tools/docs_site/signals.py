@@ -8,6 +8,7 @@ from everstep.vocabulary import Action, Mode, Severity
 from everstep_agent.findings.kernel_lines import MAX_LINE_FINDINGS, SXID_TOTAL
 from everstep_agent.findings.memory_errors import SETTLE_S
 from everstep_agent.findings.nvlink_errors import load_nvlink5_rules, load_register_bits, register_judgement
+from everstep_agent.findings.profile import COUNTS, LEARN_S, PROFILED, STEADY_S
 from everstep_agent.findings.rules import BenignLine, FindingRule, KernelLineRule, load_policy
 from everstep_agent.findings.sxids import load_sxid_table, sxid_rule
 from everstep_agent.findings.xids import load_xid_table, unknown_xid_entry
@@ -72,6 +73,12 @@ def page() -> str:
         f'`{LINES_METRIC}{{rule="{SXID_TOTAL}"}}`. Where NVML tells which GPU is at the port of a switch, the finding '
         "names it.\n",
         table(("SXid", "Name", "Fatal", "Non-fatal", "Without a word", "Source"), _sxid_rows()),
+        "## The node's profile\n",
+        f"Besides the log, each poll is compared with what the node had when it was well, values that were steady for "
+        f"{LEARN_S:g} s ([monitoring](../how-to/monitoring.md#a-node-has-less-than-it-had)). A changed setting is "
+        f"learned after {STEADY_S / 3600:g} h, a loss when a person accepts it. Rules on the metrics are among the "
+        "[rules of the agent](findings.md#rules-of-the-agent).\n",
+        table(("Part", "Value", "Metric", "Is learned"), _profile_rows()),
     ]
     return "\n".join(parts)
 
@@ -146,6 +153,18 @@ def _sxid_rows() -> Iterable[tuple[object, ...]]:
         judged = (sxid_rule(entry.sxid, word) for word in ("Fatal", "Non-fatal", ""))
         shown = [_short(rule.severity, rule.action, rule.mode) for rule in judged]
         yield entry.sxid, code(entry.mnemonic), *shown, entry.source
+
+
+def _profile_rows() -> Iterable[tuple[object, ...]]:
+    for part, values in PROFILED.items():
+        for value in values:
+            learned = "after a day" if value.is_setting else "when accepted"
+            yield part, code(value.name), code(f"profile.{value.field}"), learned
+            if value.peer_field:
+                yield part, code(value.name), code(f"profile.{value.peer_field}"), "not: of the GPUs of its model"
+    for part, counts in COUNTS.items():
+        for name, field, restarts in counts:
+            yield part, code(name), code(f"profile.{field}"), "at each run" + " of one boot" * restarts
 
 
 def _short(severity: Severity, action: Action, mode: Mode) -> str:

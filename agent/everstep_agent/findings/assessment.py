@@ -78,7 +78,6 @@ class FindingAssessor:
     ) -> None:
         self.profile = profile or NodeProfile()
         self._profile_due = now.monotonic
-        self._profile_rules = {rule.id for rule in policy.rules if rule.scope == "profile"}
         self._policy = policy
         self._node = node
         self._expected_gpus = expected_gpus
@@ -287,7 +286,7 @@ class FindingAssessor:
         if now.monotonic < self._profile_due:
             return
         self._profile_due = now.monotonic + PROFILE_INTERVAL_S
-        own = self._profile_rules
+        own = {rule.id for rule, _ in self._rules_by_scope.get("profile", ())}
         faulty = {f.subject for f in self.findings if f.severity is not Severity.INFO and f.rule not in own}
         samples = self.profile.update(poll, faulty, now.wall, now.monotonic)
         for subject, sample in samples.items():
