@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from typer.testing import CliRunner
 
 from everstep.clock import ManualClock
 from everstep.vocabulary import Action, Mode, Severity
@@ -22,7 +23,7 @@ from everstep_agent.drivers.samples import (
     PortRole,
     PortSample,
 )
-from everstep_agent.findings import profile
+from everstep_agent.findings import profile, profile_command
 from everstep_agent.findings.assessment import AssessorState, FindingAssessor, Instant
 from everstep_agent.findings.profile import PROFILED, NodeProfile, ProfileSample, SavedProfile
 from everstep_agent.findings.profile_store import ACCEPT_FILE, PROFILE_FILE, ProfileStore, order_acceptance
@@ -373,3 +374,17 @@ def test_order_to_accept_is_carried_out_once_compared(learned: Node, tmp_path: P
     store.take_orders()
     assert not (tmp_path / ACCEPT_FILE).exists()
     assert learned.expected(BUS)["nvlinks_up"] == 16
+
+
+def test_commands_show_the_profile_and_order_to_accept(learned: Node, tmp_path: Path) -> None:
+    learned.gpus = (gpu(down=2),)
+    learned.polls(1)
+    stored(tmp_path, learned)
+    place = ["--state-dir", str(tmp_path)]
+    shown = CliRunner().invoke(profile_command.app, ["show", *place]).stdout
+    assert f"{BUS}  {MODEL}  nvlinks_up 18" in shown
+    assert "nvlinks_up now 16" in shown
+    assert CliRunner().invoke(profile_command.app, ["accept", *place, BUS, "host"]).exit_code == 0
+    assert json.loads((tmp_path / ACCEPT_FILE).read_bytes()) == [BUS, "host"]
+    (tmp_path / PROFILE_FILE).write_text("{")
+    assert CliRunner().invoke(profile_command.app, ["show", *place]).exit_code == 2
