@@ -290,7 +290,7 @@ class FindingAssessor:
         faulty = {f.subject for f in self.findings if f.severity is not Severity.INFO and f.rule not in own}
         samples = self.profile.update(poll, faulty, now.wall, now.monotonic)
         for subject, sample in samples.items():
-            hint = f"if it is meant to be so, run: everstep-agent profile accept {subject}"
+            hint = f"if it is meant to be so, run: {self.profile.accept_command} {subject}"
             self._apply_rules("profile", subject, sample, hint, now)
         for key in [key for key in self._rule_findings if key[0] in own and key[1] not in samples]:
             del self._rule_findings[key], self._histories[key]

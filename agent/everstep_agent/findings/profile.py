@@ -184,8 +184,12 @@ class _Observed(NamedTuple):
 class NodeProfile:
     """A node's profile. ``update`` compares and learns; the rest is for storing it and for accepting changes."""
 
-    def __init__(self, saved: SavedProfile | None = None) -> None:
+    def __init__(
+        self, saved: SavedProfile | None = None, accept_command: str = "everstep-agent profile accept"
+    ) -> None:
+        """``accept_command``: what a person runs to accept the state of a part, whose name follows."""
         self._saved = saved or SavedProfile()
+        self.accept_command = accept_command
         self.has_changed = False
         """Whether anything worth storing has changed since the owner last reset this."""
         self._updated_at: float | None = None

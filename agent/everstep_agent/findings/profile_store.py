@@ -60,7 +60,8 @@ class ProfileStore:
     def __init__(self, folder: Path | None, monotonic: float) -> None:
         self._folder = folder
         self._saved_at = monotonic
-        self.profile = NodeProfile(self._load())
+        place = "" if folder is None else f" --state-dir {folder}"
+        self.profile = NodeProfile(self._load(), f"everstep-agent profile accept{place}")
 
     def _load(self) -> SavedProfile:
         if self._folder is None:
