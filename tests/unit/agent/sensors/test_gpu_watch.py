@@ -45,8 +45,7 @@ def nvml_threads() -> int:
 def test_hung_gpu_costs_one_thread_and_no_other_gpu(machine: VirtualMachine, control: Control) -> None:
     before = nvml_threads()
     watch = watch_of(machine)
-    assert len(watch.poll()) == 8
-    assert nvml_threads() == before + 1
+    until(watch, lambda samples: len(samples) == 8 and nvml_threads() == before + 1)
     control.write(gpus={"1": {"hang": True}, "2": {"calls": {"nvmlDeviceGetPowerUsage": {"hang": True}}}})
     machine.reload_control()
     samples = until(watch, lambda samples: sum(sample.hung_s > 0 for sample in samples) == 2)
@@ -57,7 +56,7 @@ def test_hung_gpu_costs_one_thread_and_no_other_gpu(machine: VirtualMachine, con
     control.write(gpus=others | {"1": {"hang": True}, "2": {"hang": True}})
     machine.reload_control()
     until(watch, lambda samples: sum(sample.temperature_c == 77 for sample in samples) == 6)
-    assert nvml_threads() == before + 3
+    until(watch, lambda samples: nvml_threads() == before + 3)
     control.write()
     machine.reload_control()
     samples = until(watch, lambda samples: not any(sample.error for sample in samples))
