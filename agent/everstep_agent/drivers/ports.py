@@ -167,7 +167,7 @@ def infiniband_ports(root: Path) -> list[PortReading]:
                     device=device,
                     is_virtual=device is None or device.is_virtual_function,
                     has_rdma=True,
-                    identity=_identity(device, **files),
+                    identity=_identity(device, **files) | _efa_address(port, device),
                 )
             )
     return ports
@@ -360,6 +360,21 @@ def _identity(device: PortDevice | None, **files: Path) -> dict[str, str]:
     found = {name: text for name, path in files.items() if (text := read_text(path))}
     is_pci = device is not None and _PCI_ADDRESS.fullmatch(device.folder.name)
     return found | ({"pci_bus_id": device.folder.name} if device is not None and is_pci else {})
+
+
+def _efa_address(port: Path, device: PortDevice | None) -> dict[str, str]:
+    """Return the hardware address of an EFA device, which its network interface has too, from the port's first GID.
+
+    The lower half of the GID is the address with ff:fe in its middle and a bit inverted (RFC 4291, appendix A). Amazon
+    lists interfaces by it.
+    """
+    if device is None or device.driver != EFA_DRIVER:
+        return {}
+    digits = (read_text(port / "gids/0") or "").replace(":", "")
+    if not re.fullmatch("fe80[0-9a-f]{18}fffe[0-9a-f]{6}", digits):
+        return {}
+    octets = bytes.fromhex(digits[16:22] + digits[26:])
+    return {"address": bytes((octets[0] ^ 2, *octets[1:])).hex(":")}
 
 
 def _without_number(text: str | None) -> str:

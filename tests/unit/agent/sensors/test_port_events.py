@@ -424,6 +424,19 @@ def efa_node(root: Path, gpus: int) -> Watched:
     return node
 
 
+def test_efa_device_has_the_address_of_its_interface(tmp_path: Path) -> None:
+    node = efa_node(tmp_path, gpus=1)
+    gids = {
+        "rdmap00s0": "fe80:0000:0000:0000:0c52:f0ff:fe5f:1707",
+        "rdmap01s0": "0000:0000:0000:0000:0000:0000:0000:0000",
+    }
+    for name, gid in gids.items():
+        node.tree.write(node.tree.sys / "class/infiniband" / name / "ports/1/gids/0", gid)
+    node.poll(SETTLED_POLLS)
+    addresses = {sample.name: sample.identity.get("address") for sample in node.sensor.poll()}
+    assert (addresses["rdmap00s0/1"], addresses["rdmap01s0/1"]) == ("0e:52:f0:5f:17:07", None)
+
+
 def test_healthy_efa_devices_make_no_finding(tmp_path: Path) -> None:
     node = efa_node(tmp_path, gpus=8)  # a p5.48xlarge
     assert {sample.role for sample in node.sensor.poll()} == {PortRole.COMPUTE}
