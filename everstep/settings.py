@@ -130,14 +130,14 @@ class Program:
         own = {self.variable(name): name for name in (*self.settings, FILE)}
         wrong = unknown_variables(environ, self.prefix, own) if "-" in self.name else []
         if wrong:
-            raise ConfigurationError(f"{', '.join(wrong)}: no such setting; {_suggest(wrong[0], own)}")
+            raise ConfigurationError(f"{', '.join(wrong)}: no such setting; {suggest(wrong[0], own)}")
         others = {variable: name for name, variable in self.other_variables.items()}
         return {name: (source, environ[source]) for source, name in (others | own).items() if source in environ}
 
     def _read_file(self, path: Path) -> dict[str, Given]:
-        text = _read_text(path)
+        text = read_text(path)
         found = {}
-        for dotted, value in flatten(_load(text, str(path))):
+        for dotted, value in flatten(load_table(text, str(path))):
             name = dotted.replace(".", "_")
             table, _, key = dotted.rpartition(".")
             source = f"{path}{_line(text, table, key)}"
@@ -242,13 +242,13 @@ _TABLE_OF_MANY = re.compile(r"^\.([A-Za-z0-9_]+)\[(\d+)\]")
 def load_toml(path: Path, kind: type[T], known: Iterable[type[msgspec.Struct]] = ()) -> T:
     """Return the TOML file at ``path`` as a ``kind``. Raises ConfigurationError if it cannot be read or does not fit.
     ``known``: structs that can occur inside ``kind``, whose fields are suggested for a misspelt key."""
-    return parse_toml(_read_text(path), str(path), kind, known)
+    return parse_toml(read_text(path), str(path), kind, known)
 
 
 def parse_toml(text: str, name: str, kind: type[T], known: Iterable[type[msgspec.Struct]] = ()) -> T:
     """Return ``text`` as a ``kind``; errors call it ``name``. Raises ConfigurationError."""
     try:
-        return msgspec.convert(_load(text, name), kind)
+        return msgspec.convert(load_table(text, name), kind)
     except msgspec.ValidationError as error:
         path, unknown = _error_path(error), _UNKNOWN.search(str(error))
         key = unknown[1] if unknown else path.rpartition(".")[2].partition("[")[0]
@@ -262,7 +262,7 @@ def explain_error(error: msgspec.ValidationError, known: Iterable[type[msgspec.S
         return str(error)
     fields = {field.encode_name for struct in known for field in msgspec.structs.fields(struct)}
     path = _error_path(error).lstrip(".")
-    return f"unknown key `{unknown[1]}`{f' in {path}' if path else ''}; {_suggest(unknown[1], fields)}"
+    return f"unknown key `{unknown[1]}`{f' in {path}' if path else ''}; {suggest(unknown[1], fields)}"
 
 
 def _error_path(error: msgspec.ValidationError) -> str:
@@ -270,14 +270,16 @@ def _error_path(error: msgspec.ValidationError) -> str:
     return where[1] if where else ""
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Return the text of a file. Raises ConfigurationError if it cannot be read."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path}: cannot be read: {error}") from error
 
 
-def _load(text: str, name: str) -> dict[str, Any]:
+def load_table(text: str, name: str) -> dict[str, Any]:
+    """Return a TOML text as tables; errors call it ``name``. Raises ConfigurationError."""
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
@@ -288,16 +290,23 @@ def suggest_key(key: str, known: Collection[str]) -> str:
     """Return a hint at the right one of the ``known`` dotted keys: the same key in another table, or the nearest."""
     last = key.rpartition(".")[2]
     moved = [each for each in known if each.rpartition(".")[2] == last]
-    return _suggest(key, moved if len(moved) == 1 else known)
+    return suggest(key, moved if len(moved) == 1 else known)
 
 
-def _suggest(name: str, known: Collection[str]) -> str:
+def suggest(name: str, known: Collection[str]) -> str:
+    """Return a hint at the nearest of the ``known`` names, or at all of them."""
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"did you mean `{near[0]}`?" if near else f"known are {', '.join(sorted(known))}"
 
 
 def _line(text: str, path: str, key: str) -> str:
-    """Return `` line N`` of a key in the table or array element at ``path``, as far as the text tells."""
+    line = find_line(text, path, key)
+    return "" if line is None else f" line {line}"
+
+
+def find_line(text: str, path: str, key: str) -> int | None:
+    """Return the line of a key in the table or array element at ``path`` (``.rule[2]``), as far as the text tells. An
+    element without the key has the line of its heading."""
     lines, table, start = text.splitlines(), _TABLE_OF_MANY.match(path), 0
     if table:
         header = re.compile(rf"^\s*\[\[\s*{re.escape(table[1])}\s*\]\]")
@@ -307,6 +316,8 @@ def _line(text: str, path: str, key: str) -> str:
         header = re.compile(rf"^\s*\[\s*{re.escape(path.strip('.'))}\s*\]")
         start = next((number for number, line in enumerate(lines) if header.match(line)), 0)
     pattern = re.compile(rf"^\s*\[*\s*(?:[A-Za-z0-9_.]+\.)?{re.escape(key)}\s*[=\]]")
-    found = (number for number in range(start, len(lines)) if key and pattern.match(lines[number]))
+    later = (number for number in range(start + 1, len(lines)) if table and lines[number].startswith("[["))
+    end = next(later, len(lines))
+    found = (number for number in range(start, end) if key and pattern.match(lines[number]))
     line = next(found, start if table else None)
-    return "" if line is None else f" line {line + 1}"
+    return None if line is None else line + 1
