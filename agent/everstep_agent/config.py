@@ -88,7 +88,8 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Put the report of ``nvidia-bug-report.sh`` into bundles of logs. It needs root, takes about a minute, and is
     stopped after five."""
     site_policy: tuple[str, ...] = ()
-    """TOML files, separated by commas, whose rules replace the shipped rules of the same id."""
+    """TOML files, separated by commas, laid over the shipped rules on findings. The agent reads them again within ten
+    seconds of a change."""
     rack: str = ""
     """Failure domain: the rack of this node. Nodes with the same value can be lost together."""
     switch: str = ""

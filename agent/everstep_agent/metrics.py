@@ -184,6 +184,8 @@ def _family(kind: _Kind, name: str, help_text: str, labels: tuple[str, ...], row
 def _agent_families(m: AgentMetrics) -> Iterator[Metric]:
     report = m.sensor_report
     polled_help = "Time of the newest sensor poll (unix time)."
+    loaded_help = "Time at which the rules on findings in force were loaded (unix time)."
+    current_help = "0 while the site's rules on findings have changed and cannot be loaded."
     gauges: list[tuple[str, str, float | None]] = [
         ("spool_reports", "Reports that the controller has not acknowledged.", m.spool_reports),
         ("spool_bytes", "Bytes of unacknowledged reports.", m.spool_bytes),
@@ -193,6 +195,8 @@ def _agent_families(m: AgentMetrics) -> Iterator[Metric]:
         ("jobs", "Jobs known on the node.", m.jobs),
         ("sensor_poll_seconds", "Duration of the newest sensor poll.", None if report is None else report.poll.poll_s),
         ("sensor_polled_at_seconds", polled_help, None if report is None else report.polled_at),
+        ("policy_loaded_at_seconds", loaded_help, None if report is None else report.policy_loaded_at),
+        ("policy_current", current_help, None if report is None else report.is_policy_current),
     ]
     counters = [
         ("spool_dropped", "Reports dropped because the spool was full.", m.spool_dropped),

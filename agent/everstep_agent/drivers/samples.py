@@ -402,4 +402,5 @@ class SensorState(Sample, frozen=True, kw_only=True):
     gpus_missing: int | None = None  # number of expected GPUs that NVML does not list
     faults: int | None = None  # number of sensors that failed in the last poll
     log_failed: int | None = None  # 1 if the kernel log cannot be read
+    policy_failed: int | None = None  # 1 if the site's rules have changed and cannot be loaded
     detail: str = ""  # the failed parts and the reasons

@@ -78,7 +78,7 @@ class FindingAssessor:
     ) -> None:
         self.profile = profile or NodeProfile()
         self._profile_due = now.monotonic
-        self._policy = policy
+        self._use(policy)
         self._node = node
         self._expected_gpus = expected_gpus
         self._boot_id = state.boot_id
@@ -87,11 +87,6 @@ class FindingAssessor:
         self._uptime_s: float | None = None
         self._histories: dict[tuple[str, str], RuleHistory] = {}
         self._rule_findings: dict[tuple[str, str], Finding] = {}
-        # Field names are computed once: Python's attribute cache keeps every new string used for a lookup.
-        self._rules_by_scope: dict[str, list[tuple[FindingRule, str]]] = {}
-        for rule in policy.rules:
-            self._rules_by_scope.setdefault(rule.scope, []).append((rule, rule.field))
-        self._count_rules = {rule.id for rule in policy.rules if rule.metric == UNCORRECTED_METRIC}
         self.lines = LineFindings(policy)
         self._memory_errors = MemoryErrors(state.contained_gpus)
         self._far_ends: dict[str, str] = {}
@@ -101,6 +96,33 @@ class FindingAssessor:
         self.findings: tuple[Finding, ...] = ()
         self._dirty = True
         self._rebuild_findings()
+
+    def _use(self, policy: FindingPolicy) -> None:
+        self._policy = policy
+        # Field names are computed once: Python's attribute cache keeps every new string used for a lookup.
+        self._rules_by_scope: dict[str, list[tuple[FindingRule, str]]] = {}
+        for rule in policy.rules:
+            self._rules_by_scope.setdefault(rule.scope, []).append((rule, rule.field))
+        self._count_rules = {rule.id for rule in policy.rules if rule.metric == UNCORRECTED_METRIC}
+
+    def change_policy(self, policy: FindingPolicy) -> bool:
+        """Judge by a changed policy from now on. Histories and findings of rules that are as before stay."""
+        self._use(policy)
+        rules = {rule.id: rule for rule in policy.rules}
+        for key, history in list(self._histories.items()):
+            rule = rules.get(key[0])
+            if rule == history.rule:
+                continue
+            if rule is None or not history.change_rule(rule):
+                del self._histories[key]
+            if rule is None or key not in self._histories or not history.is_active:
+                self._rule_findings.pop(key, None)
+            elif key in self._rule_findings:
+                self._rule_findings[key] = _judged_again(rule, self._rule_findings[key])
+        self.lines.change_policy(policy)
+        self.xid_history.change_policy(policy)
+        self._dirty = True
+        return self._rebuild_findings()
 
     # Input
 
@@ -310,15 +332,8 @@ class FindingAssessor:
         )
         if rule.kind is not FindingKind.GPU_RECOVERY_ACTION:
             return finding
-        number = int(value)
-        finding = msgspec.structs.replace(
-            finding, action=recovery_action(number), message=f"{message} ({recovery_name(number)})"
-        )
-        if is_known_recovery(number):
-            return finding
-        return msgspec.structs.replace(
-            finding, severity=Severity.WARNING, mode=Mode.weakest(finding.mode, Mode.RECOMMEND)
-        )
+        named = msgspec.structs.replace(finding, message=f"{message} ({recovery_name(int(value))})")
+        return _with_recovery_action(named)
 
     def _restore(self, findings: tuple[Finding, ...]) -> None:
         rules = {rule.id: rule for rule in self._policy.rules}
@@ -329,7 +344,7 @@ class FindingAssessor:
                 key = (rule.id, _link_subject(finding.subject, int(links)) if is_of_link else finding.subject)
                 self._histories[key] = RuleHistory(rule)
                 self._histories[key].restore_active(finding.value or 0.0)
-                self._rule_findings[key] = finding
+                self._rule_findings[key] = _judged_again(rule, finding)
 
     # Result
 
@@ -376,6 +391,24 @@ class FindingAssessor:
         since = finding.since if before is None else before.since
         name = f"{self._node}/{finding.key}/{since}"
         return msgspec.structs.replace(finding, since=since, trace=xxhash.xxh3_64_hexdigest(name.encode()))
+
+
+def _judged_again(rule: FindingRule, finding: Finding) -> Finding:
+    """Return a finding with the judgement of its changed rule."""
+    judged = rule.judge(finding)
+    if rule.subject:
+        judged = msgspec.structs.replace(judged, subject=rule.subject)
+    judged = msgspec.structs.replace(judged, threshold=rule.threshold)
+    return _with_recovery_action(judged) if rule.kind is FindingKind.GPU_RECOVERY_ACTION else judged
+
+
+def _with_recovery_action(finding: Finding) -> Finding:
+    """Return a finding with the action that the driver asks for by number; an unknown one costs no node."""
+    number = int(finding.value or 0)
+    finding = msgspec.structs.replace(finding, action=recovery_action(number))
+    if is_known_recovery(number):
+        return finding
+    return msgspec.structs.replace(finding, severity=Severity.WARNING, mode=Mode.weakest(finding.mode, Mode.RECOMMEND))
 
 
 def _link_subject(bus_id: str, link: int) -> str:

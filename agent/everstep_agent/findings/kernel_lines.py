@@ -13,13 +13,11 @@ from collections.abc import Iterable
 import msgspec
 
 from everstep.vocabulary import Action, Finding, FindingKind, Mode, Severity
-from everstep_agent.findings.rules import BenignLine, ClearEvent, FindingPolicy, KernelLineRule
+from everstep_agent.findings.rules import MAX_PATTERNS_PER_LINE, BenignLine, ClearEvent, FindingPolicy, KernelLineRule
 from everstep_agent.findings.sxids import SXID_MARK, is_sxid_detail, parse_sxid, sxid_rule
 
 MAX_LINE_FINDINGS = 64
 """Maximum number of active findings from lines, and one more for those that do not fit."""
-MAX_PATTERNS_PER_LINE = 8
-"""Patterns that plain texts may select for one line. A site's rule without plain texts is tried on every line."""
 MAX_LINE_LENGTH = 1024
 """Characters of a line that patterns see."""
 MAX_SHOWN_LENGTH = 300
@@ -54,6 +52,7 @@ class _LineState(msgspec.Struct):
 
     rule: KernelLineRule
     finding: Finding
+    line: str  # the first
     last_seen_s: float
     count: int = 1
     reported_count: int = 1
@@ -65,16 +64,40 @@ class LineFindings:
     """All findings from lines that have not cleared. Methods return whether ``findings`` changed."""
 
     def __init__(self, policy: FindingPolicy) -> None:
+        self._states: dict[tuple[str, str], _LineState] = {}
+        self._pending: dict[tuple[str, str], deque[float]] = {}
+        self.totals: dict[str, int] = {}
+        """Lines by rule since the start."""
+        self._use(policy)
+
+    def _use(self, policy: FindingPolicy) -> None:
         in_order = sorted(policy.line_rules, key=lambda rule: rule.is_fallback)
         self._rules = [(rule, re.compile(rule.pattern)) for rule in in_order]
         # One plain list, because a search for a text costs less than a call.
         self._texts = [(text, at) for at, rule in enumerate(in_order) for text in rule.contains]
         self._without_text = [at for at, rule in enumerate(in_order) if not rule.contains]
         self._benign = [(each.contains, _compiled(each)) for each in policy.benign_lines]
-        self._states: dict[tuple[str, str], _LineState] = {}
-        self._pending: dict[tuple[str, str], deque[float]] = {}
-        self.totals: dict[str, int] = {}
-        """Lines by rule since the start."""
+
+    def change_policy(self, policy: FindingPolicy) -> bool:
+        """Go on by a changed policy. Findings whose line it would not report any more end."""
+        before = {rule.id: rule for rule, _ in self._rules}
+        self._use(policy)
+        rules = {rule.id: rule for rule, _ in self._rules}
+        changed = {name for name, rule in before.items() if rules.get(name) != rule}
+        self._pending = {key: times for key, times in self._pending.items() if key[0] not in changed}
+        is_over = {key: self._is_over(state, rules) for key, state in self._states.items() if key[0] in before}
+        over = self._drop(key for key, ended in is_over.items() if ended)
+        for key, state in self._states.items():
+            if key[0] in changed:
+                state.rule = rules[key[0]]
+                state.finding = state.rule.judge(state.finding)
+        return over or bool(changed)
+
+    def _is_over(self, state: _LineState, rules: dict[str, KernelLineRule]) -> bool:
+        rule = rules.get(state.rule.id)
+        if rule is None or self._is_benign(state.line):
+            return True
+        return rule.pattern != state.rule.pattern and re.search(rule.pattern, state.line) is None
 
     @property
     def findings(self) -> list[Finding]:
@@ -180,7 +203,8 @@ class LineFindings:
         if state is None:
             shown = {"times": rule.times, "within_s": rule.within_s}
             message = rule.message.format(subject=subject, line=line[:MAX_SHOWN_LENGTH], **shown)
-            state = _LineState(rule, rule.finding(subject, message, wall), now_s, count=0, distinct={}, links=set())
+            finding = rule.finding(subject, message, wall)
+            state = _LineState(rule, finding, line, now_s, count=0, distinct={}, links=set())
             self._states[rule.id, subject] = state
         state.last_seen_s = now_s
         state.count += 1

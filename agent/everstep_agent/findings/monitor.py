@@ -19,8 +19,8 @@ from everstep_agent.drivers import sysfs
 from everstep_agent.drivers.kmsg import KernelLog, LogPosition, is_null_device
 from everstep_agent.drivers.samples import SensorState
 from everstep_agent.findings.assessment import AssessorState, FindingAssessor, Instant
+from everstep_agent.findings.policy_watch import POLICY_CHECK_S, PolicyWatch
 from everstep_agent.findings.profile_store import ProfileStore
-from everstep_agent.findings.rules import load_policy
 from everstep_agent.lifecycle import end_child, start_child, wait_readable, write_atomically
 from everstep_agent.sensors.sensor_messages import (
     ACTIVITY_BYTES,
@@ -52,7 +52,8 @@ class SensorSettings(msgspec.Struct, frozen=True, kw_only=True):
     state_path: str = ""  # file for findings that outlive the agent (XIDs until a reset or a reboot); empty for none
     profile_folder: str = ""  # folder of the node's profile; empty for none
     hold_file: str = ""  # while this file exists, NVML stays closed, for a reset or a new driver; empty for none
-    site_policy: tuple[str, ...] = ()  # TOML files whose rules replace built-in ones of the same id
+    site_policy: tuple[str, ...] = ()  # TOML files laid over the built-in rules; read again when they change
+    policy_check_s: float = POLICY_CHECK_S  # between two looks at these files
     sysfs_root: str = "/sys"
     proc_root: str = "/proc"
     disk_paths: tuple[str, ...] = ("/",)  # file systems whose free space is watched
@@ -166,6 +167,10 @@ LOG_BURST_PAUSE_S = 0.01
 """Seconds between two portions of an endless kernel log, so that the event loop's other work runs."""
 
 
+MAX_SHOWN_ERROR = 1000
+"""Characters of a policy's mistakes that a finding shows; the log has all."""
+
+
 class SensorMonitor:
     """Sense a node. ``on_report`` receives a report at every poll, and at once when a finding appears or clears. It is
     called in the event loop, and must not block. Raises ConfigurationError if a policy or a scenario cannot be used."""
@@ -179,8 +184,10 @@ class SensorMonitor:
         boot_id = _boot_id(settings, self._scenario)
         folder = Path(settings.profile_folder) if settings.profile_folder else None
         self._profile_store = ProfileStore(folder, self._now().monotonic)
+        self._policy = PolicyWatch(settings.site_policy)
+        self._policy_loaded_at = clock.wall()
         self._assessor = FindingAssessor(
-            load_policy(settings.site_policy),
+            self._policy.policy,
             settings.node,
             settings.expected_gpus,
             saved.assessor_state,
@@ -218,6 +225,8 @@ class SensorMonitor:
             xid_counts=self._assessor.xid_history.totals,
             line_counts=dict(self._assessor.lines.totals),
             sensor_restarts=self._restarts,
+            policy_loaded_at=self._policy_loaded_at,
+            is_policy_current=not self._policy.error,
         )
 
     def set_clock_skew(self, skew_s: float) -> None:
@@ -233,6 +242,8 @@ class SensorMonitor:
                 tasks.create_task(self._run_sensor_processes())
                 if self._log is not None:
                     tasks.create_task(self._follow_kernel_log(self._log))
+                if self._settings.site_policy:
+                    tasks.create_task(self._follow_policy())
         finally:
             for child in self._exiting_children:
                 await child.kill()
@@ -357,6 +368,32 @@ class SensorMonitor:
         if changed:
             self._publish(changed)
         return bool(lines)
+
+    # Policy
+
+    async def _follow_policy(self) -> None:
+        while True:
+            await asyncio.sleep(self._settings.policy_check_s)
+            # In a thread, since the files may be on a server that does not answer, and loading takes 50 ms.
+            if await asyncio.to_thread(self._policy.check):
+                self._apply_policy()
+
+    def _apply_policy(self) -> None:
+        """Judge by the policy that was loaded, or report why it was not."""
+        error, names = self._policy.error, ", ".join(self._settings.site_policy)
+        now, changed = self._now(), False
+        if error:
+            text = "the rules in %s cannot be loaded, so the earlier ones stay in force: %s"
+            logger.warning(text, names, error, extra={"node": self._settings.node})
+        else:
+            logger.info("the rules in %s were loaded anew", names, extra={"node": self._settings.node})
+            changed = self._assessor.change_policy(self._policy.policy)
+            self._policy_loaded_at = now.wall
+        # Another error is another finding, so that the message is the newest.
+        for has_failed in (0, int(bool(error))):
+            state = SensorState(policy_failed=has_failed, detail=error[:MAX_SHOWN_ERROR])
+            changed |= self._assessor.process_sensor_state(state, now)
+        self._publish(changed)
 
     # Output
 

@@ -80,6 +80,10 @@ class XidHistory:
     def records(self) -> tuple[XidRecord, ...]:
         return tuple(self._records.values())
 
+    def change_policy(self, policy: FindingPolicy) -> None:
+        """Judge the XIDs by a changed policy from now on."""
+        self._policy = policy
+
     def has_room(self, event: XidEvent) -> bool:
         """Return whether the event can be told apart from others."""
         return (event.pci_bus_id, event.xid) in self._records or len(self._records) < MAX_XID_RECORDS

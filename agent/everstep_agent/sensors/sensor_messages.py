@@ -83,3 +83,5 @@ class SensorReport(msgspec.Struct, frozen=True, kw_only=True):
     xid_counts: dict[tuple[str, int], int] = {}
     line_counts: dict[str, int] = {}  # lines of the kernel log by rule, since the agent started
     sensor_restarts: int = 0  # number of times the sensor process has ended
+    policy_loaded_at: float = 0.0  # wall time at which the rules in force were loaded
+    is_policy_current: bool = True  # false if the site's files have changed and cannot be loaded

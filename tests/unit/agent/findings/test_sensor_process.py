@@ -173,6 +173,23 @@ def test_unreadable_kernel_log_is_a_finding(settings: SensorSettings, tmp_path: 
     play(msgspec.structs.replace(settings, kernel_log=str(tmp_path / "later.log")), scene)
 
 
+def test_broken_policy_is_a_finding_until_mended(settings: SensorSettings, tmp_path: Path) -> None:
+    file = tmp_path / "site.toml"
+    file.write_text("# none yet\n")
+
+    async def scene(sensing: RunningMonitor) -> None:
+        file.write_text("[[rule]]\nid = 'x'\n")
+        report = await sensing.until_finding("sensor.failed/policy")
+        (finding,) = report.findings
+        assert f"{file} line 1" in finding.message
+        assert not report.is_policy_current
+        file.write_text('[[rule]]\nid = "gpu-lost"\nmode = "observe"\nsource = "ticket"\n')
+        report = await sensing.until_no_finding("sensor.failed/policy")
+        assert report.is_policy_current
+
+    play(msgspec.structs.replace(settings, site_policy=(str(file),), policy_check_s=0.05), scene)
+
+
 @pytest.mark.parametrize("path", ["/dev/zero", "/"])
 def test_sensors_go_on_without_an_unusable_log(settings: SensorSettings, path: str) -> None:
     async def scene(sensing: RunningMonitor) -> None:
