@@ -69,10 +69,11 @@ MAX_STATE_BYTES = 4 << 20
 
 
 class SavedSensorState(msgspec.Struct, frozen=True, kw_only=True):
-    """The assessor's state, and the kernel log's read position when it was written."""
+    """The assessor's state, the kernel log's read position when it was written, and the policy files in force."""
 
     assessor_state: AssessorState = AssessorState()
     log_position: LogPosition | None = None
+    policy_texts: dict[str, str] = {}
 
 
 def load_sensor_state(path: str) -> SavedSensorState:
@@ -184,7 +185,7 @@ class SensorMonitor:
         boot_id = _boot_id(settings, self._scenario)
         folder = Path(settings.profile_folder) if settings.profile_folder else None
         self._profile_store = ProfileStore(folder, self._now().monotonic)
-        self._policy = PolicyWatch(settings.site_policy)
+        self._policy = PolicyWatch(settings.site_policy, saved.policy_texts)
         self._policy_loaded_at = clock.wall()
         self._assessor = FindingAssessor(
             self._policy.policy,
@@ -235,6 +236,8 @@ class SensorMonitor:
 
     async def run(self) -> None:
         """Sense until cancelled, then end the sensor process."""
+        if self._policy.error:
+            self._report_policy_error()
         if self._assessor.findings:
             self._on_report(self.report)
         try:
@@ -243,6 +246,7 @@ class SensorMonitor:
                 if self._log is not None:
                     tasks.create_task(self._follow_kernel_log(self._log))
                 if self._settings.site_policy:
+                    self._save_state()  # the files in force
                     tasks.create_task(self._follow_policy())
         finally:
             for child in self._exiting_children:
@@ -380,20 +384,26 @@ class SensorMonitor:
 
     def _apply_policy(self) -> None:
         """Judge by the policy that was loaded, or report why it was not."""
-        error, names = self._policy.error, ", ".join(self._settings.site_policy)
-        now, changed = self._now(), False
-        if error:
-            text = "the rules in %s cannot be loaded, so the earlier ones stay in force: %s"
-            logger.warning(text, names, error, extra={"node": self._settings.node})
+        changed = self._process_policy_failure("")  # another error is another finding, with its own message
+        if self._policy.error:
+            changed |= self._report_policy_error()
         else:
+            names = ", ".join(self._settings.site_policy)
             logger.info("the rules in %s were loaded anew", names, extra={"node": self._settings.node})
-            changed = self._assessor.change_policy(self._policy.policy)
-            self._policy_loaded_at = now.wall
-        # Another error is another finding, so that the message is the newest.
-        for has_failed in (0, int(bool(error))):
-            state = SensorState(policy_failed=has_failed, detail=error[:MAX_SHOWN_ERROR])
-            changed |= self._assessor.process_sensor_state(state, now)
+            changed |= self._assessor.change_policy(self._policy.policy)
+            self._policy_loaded_at = self._clock.wall()
         self._publish(changed)
+        self._save_state()
+
+    def _report_policy_error(self) -> bool:
+        names, error = ", ".join(self._settings.site_policy), self._policy.error
+        text = "the rules in %s cannot be loaded, so the earlier ones stay in force: %s"
+        logger.warning(text, names, error, extra={"node": self._settings.node})
+        return self._process_policy_failure(error[:MAX_SHOWN_ERROR])
+
+    def _process_policy_failure(self, error: str) -> bool:
+        state = SensorState(policy_failed=int(bool(error)), detail=error)
+        return self._assessor.process_sensor_state(state, self._now())
 
     # Output
 
@@ -406,7 +416,9 @@ class SensorMonitor:
         position = None if self._log is None else self._log.position
         save_sensor_state(
             self._settings.state_path,
-            SavedSensorState(assessor_state=self._assessor.export_state(), log_position=position),
+            SavedSensorState(
+                assessor_state=self._assessor.export_state(), log_position=position, policy_texts=self._policy.texts
+            ),
         )
 
     def _now(self) -> Instant:

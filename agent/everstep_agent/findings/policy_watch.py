@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from everstep.errors import ConfigurationError
-from everstep_agent.findings.rules import load_policy
+from everstep_agent.findings.rules import FindingPolicy, load_policy
 
 POLICY_CHECK_S = 5.0
 """Seconds between two looks at a site's policy files. A change is in force after one to two of them."""
 
 
 class PolicyWatch:
-    """A site's policy files, and the policy in force. Raises ConfigurationError if it cannot be loaded at first."""
+    """A site's policy files, and the policy in force.
 
-    def __init__(self, site_files: Iterable[str]) -> None:
+    ``last_texts`` are the files' contents that were last in force, by path. They stay in force if an agent starts with
+    files that do not load. Raises ConfigurationError about the files if neither can be loaded.
+    """
+
+    def __init__(self, site_files: Iterable[str], last_texts: Mapping[str, str] = {}) -> None:
         self._files = tuple(map(Path, site_files))
         self._seen = self._tried = self._read()
-        self.policy = load_policy(self._files)
         self.error = ""
         """Why the present files are not in force; empty if they are."""
+        try:
+            self.policy = self._load(self._texts_of(self._tried))
+        except ConfigurationError as error:
+            last = self._load_last(last_texts)
+            if last is None:
+                raise
+            self.policy, self.error = last, str(error)
 
     def check(self) -> bool:
         """Look at the files, and load them if they changed. Returns whether ``policy`` or ``error`` may have changed.
@@ -35,10 +46,33 @@ class PolicyWatch:
             return False
         self._tried = contents
         try:
-            self.policy, self.error = load_policy(self._files), ""
+            self.policy, self.error = self._load(self._texts_of(contents)), ""
         except ConfigurationError as error:
             self.error = str(error)
         return True
+
+    def _load_last(self, texts: Mapping[str, str]) -> FindingPolicy | None:
+        """Return the policy that was last in force; None if it is of other files, or of another release's form."""
+        if texts.keys() != set(map(str, self._files)):
+            return None
+        with contextlib.suppress(ConfigurationError):
+            return self._load(texts)
+        return None
+
+    def _load(self, texts: Mapping[str, str]) -> FindingPolicy:
+        policy = load_policy(self._files, texts=texts)
+        self.texts = dict(texts)
+        """The files' contents that are in force, by path."""
+        return policy
+
+    def _texts_of(self, contents: tuple[bytes | str, ...]) -> dict[str, str]:
+        """Return the files that could be read; the loader reads the others itself, and says what is wrong."""
+        found = {}
+        for path, content in zip(self._files, contents, strict=True):
+            with contextlib.suppress(UnicodeDecodeError):
+                if isinstance(content, bytes):
+                    found[str(path)] = content.decode()
+        return found
 
     def _read(self) -> tuple[bytes | str, ...]:
         """Return the contents, or for an unreadable file the reason."""

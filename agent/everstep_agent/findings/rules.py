@@ -10,13 +10,14 @@ keys that it changes; one with all required keys replaces the rule, and inherits
 
 from __future__ import annotations
 
+import difflib
 import functools
 import math
 import re
 import types
 import typing
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -242,15 +243,23 @@ class RuleTable(msgspec.Struct):
         return f"{self.origins.get(key, self.place)}: [[{self.section}]] {self.name}"
 
 
-def load_policy(site_files: Iterable[str | Path] = (), folder: Path = POLICY_FOLDER) -> FindingPolicy:
-    """Load the built-in rules and the site's over them. Raises ConfigurationError with file, line and key."""
-    return PolicyTables(site_files, folder).build()
+def load_policy(
+    site_files: Iterable[str | Path] = (), folder: Path = POLICY_FOLDER, texts: Mapping[str, str] = {}
+) -> FindingPolicy:
+    """Load the built-in rules and the site's over them. Raises ConfigurationError with file, line and key.
+
+    ``texts``: contents of site files by path, which are not read then.
+    """
+    return PolicyTables(site_files, folder, texts).build()
 
 
 class PolicyTables:
     """The merged tables of all policy files. Mistakes are collected, and ``build`` raises all of them at once."""
 
-    def __init__(self, site_files: Iterable[str | Path] = (), folder: Path = POLICY_FOLDER) -> None:
+    def __init__(
+        self, site_files: Iterable[str | Path] = (), folder: Path = POLICY_FOLDER, texts: Mapping[str, str] = {}
+    ) -> None:
+        self._texts = texts
         self.tables: dict[tuple[str, str], RuleTable] = {}
         """By section and name."""
         self._mistakes: list[str] = []
@@ -287,7 +296,7 @@ class PolicyTables:
 
     def _read(self, path: Path, *, is_site: bool) -> None:
         try:
-            text = read_text(path)
+            text = self._texts[str(path)] if str(path) in self._texts else read_text(path)
             document = load_table(text, str(path))
         except ConfigurationError as error:
             self._mistakes.append(str(error))
@@ -349,7 +358,9 @@ class PolicyTables:
         if other := self._find_other(table):
             return f"the rule of this id is a [[{other}]]"
         names = [name for section, name in self.tables if section == table.section]
-        return f"there is no such rule to change; {suggest(table.name, names)} {needs}"
+        near = difflib.get_close_matches(table.name, names, n=1)
+        hint = f"did you mean `{near[0]}`? " if near else ""
+        return f"there is no such rule to change; {hint}{needs[0].upper() if near else needs[0]}{needs[1:]}"
 
     def _find_other(self, table: RuleTable) -> str:
         """Return another section in which the table's id is a rule's; else ""."""

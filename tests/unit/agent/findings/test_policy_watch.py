@@ -95,6 +95,22 @@ def test_broken_file_is_refused_at_the_start(file: Path) -> None:
         PolicyWatch([str(file)])
 
 
+def test_last_policy_stays_in_force_at_the_start(watch: PolicyWatch, file: Path) -> None:
+    file.write_text("")
+    again = PolicyWatch([str(file)], watch.texts)
+    assert threshold(again) == 5
+    assert "the file is empty" in again.error
+    assert again.texts == watch.texts
+    file.write_text(f"[[rule]]\n{HOT}threshold = 6\n")
+    assert loaded(again)
+    assert (threshold(again), again.error) == (6, "")
+
+
+def test_last_policy_of_other_files_is_not_used(watch: PolicyWatch, tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match="cannot be read"):
+        PolicyWatch([str(tmp_path / "other.toml")], watch.texts)
+
+
 # --- histories and findings across a change ----------------------------------------------------------------------
 
 

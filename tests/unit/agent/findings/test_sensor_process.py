@@ -187,7 +187,13 @@ def test_broken_policy_is_a_finding_until_mended(settings: SensorSettings, tmp_p
         report = await sensing.until_no_finding("sensor.failed/policy")
         assert report.is_policy_current
 
-    play(msgspec.structs.replace(settings, site_policy=(str(file),), policy_check_s=0.05), scene)
+    async def restarted(sensing: RunningMonitor) -> None:
+        assert "sensor.failed/policy" in {finding.key for finding in sensing.reports[0].findings}
+
+    watching = msgspec.structs.replace(settings, site_policy=(str(file),), policy_check_s=0.05)
+    play(watching, scene)
+    file.write_text("")
+    play(watching, restarted)
 
 
 @pytest.mark.parametrize("path", ["/dev/zero", "/"])
