@@ -395,6 +395,11 @@ def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Contr
 
     Raises ConfigurationError if a name is unknown, a value has the wrong type, or settings contradict each other.
     """
+    return read_settings(flags, environ).validate()
+
+
+def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> ControllerSettings:
+    """Return the settings as ``load_settings``, whether they contradict each other or not."""
     given = PROGRAM.given(flags, environ)
     values = PROGRAM.by_attribute(given)
     preset = ControllerSettings.from_preset(values.get("preset", "production"))
@@ -413,7 +418,7 @@ def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Contr
         keys = ", ".join(key for key in table if key not in ("kind", "name"))
         origins[".".join(filter(None, rule))] = f"{settings.policy_dir}: {keys}"
     policy = msgspec.structs.replace(policy, rules=rules)
-    return msgspec.structs.replace(settings, policy=policy, policy_origins=origins).validate()
+    return msgspec.structs.replace(settings, policy=policy, policy_origins=origins)
 
 
 def read_secret(path: str) -> bytes:

@@ -146,6 +146,13 @@ def policy_document(policy: CorePolicy, origins: Mapping[str, str] | None = None
     return PolicyDocument(knobs=knobs, rules=shown, origins=dict(origins or {}))
 
 
+def policy_from_document(document: PolicyDocument) -> CorePolicy:
+    """Return the policy that a document shows. Raises ConfigurationError if this release does not know it."""
+    change = PolicyChange(knobs=document.knobs)
+    rules = build_rulebook({(str(rule["kind"]), str(rule.get("name", ""))): rule for rule in document.rules})
+    return msgspec.structs.replace(apply_change(with_rules(CorePolicy()), change), rules=rules)
+
+
 def apply_change(policy: CorePolicy, change: PolicyChange) -> CorePolicy:
     """Return the policy with the change applied. Raises ConfigurationError, which says how to correct the change."""
     known = policy.values()

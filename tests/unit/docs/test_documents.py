@@ -16,6 +16,7 @@ import typer
 import yaml
 from fastapi.testclient import TestClient
 
+from everstep.cli.policy import _is_for_agents as is_for_agents
 from everstep.cli.policy import _read as read_change
 from everstep.vocabulary import JobState, NodeState
 from everstep.wire.v1.agent import Domain, Gpu, Host
@@ -126,11 +127,11 @@ def test_every_documented_settings_file_is_accepted(document: Path, tmp_path: Pa
             continue
         file = tmp_path / "shown.toml"
         file.write_text(block)
-        if tomllib.loads(block).keys() <= {"policy", "rule"}:  # a change to be tried, or a file in policy_dir
+        if is_for_agents(file):
+            load_policy([file])
+        elif tomllib.loads(block).keys() <= {"policy", "rule"}:  # a change to be tried, or a file in policy_dir
             change = read_change(file)
             assert rulebook.check_change(with_rules(CorePolicy()), change).error == ""
-        elif tomllib.loads(block).keys() & {"xid", "line", "benign"}:  # a site's word to its agents
-            load_policy([file])
         else:
             load_settings({"secret_file": "secret", "settings": str(file)}, {})
 

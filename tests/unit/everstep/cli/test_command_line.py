@@ -323,7 +323,7 @@ def test_policy_check_reads_change_from_file(run: Any, tmp_path: Path) -> None:
     same = run("policy", "check", str(change))
     assert (same.exit_code, "the change has no effect" in same.output) == (0, True)
     change.write_text("[knobs]\n")
-    assert "give [policy] and [[rule]] only" in run("policy", "check", str(change)).output
+    assert "give [policy] and [[rule]] with a kind" in run("policy", "check", str(change)).output
     refused = run("policy", "try", str(tmp_path / "absent.toml"))
     assert "cannot read" in refused.output
 
