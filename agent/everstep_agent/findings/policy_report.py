@@ -18,6 +18,7 @@ from everstep.policy_explanations import ExplainedValue, Explanation, RuleExplan
 from everstep.vocabulary import Finding, FindingKind
 from everstep.wire.v1.operator_history import PolicyCheckResult
 from everstep_agent.config import PROGRAM
+from everstep_agent.findings.nvlink_errors import NVLINK5_XIDS, XID_NVLINK
 from everstep_agent.findings.rules import (
     SECTIONS,
     FindingPolicy,
@@ -30,6 +31,9 @@ from everstep_agent.findings.xids import XID_FILE, load_xid_table
 
 XID_PREFIX = "xid-"
 """Begins the names of XIDs in findings."""
+
+DECODED_XIDS = (XID_NVLINK, *NVLINK5_XIDS)
+"""XIDs whose lines have registers, which are judged by tables of their own."""
 
 DEFAULT = "default"
 """Origin of a value that no file gives."""
@@ -129,6 +133,9 @@ def _explain_xid(number: int, tables: PolicyTables, policy: FindingPolicy) -> Ru
     }
     if not site or "mode" not in site.origins:
         values["mode"] = ExplainedValue(mode, "enforce if critical, else observe")
+    if number in DECODED_XIDS and number not in policy.xids_of_site:
+        registers = "what the registers in a line say comes before this row"
+        values["decoded"] = ExplainedValue(registers, str(XID_FILE.parent))
     clearing = tables.tables["xid_clearing", entry.action]
     values |= {
         key: ExplainedValue(clearing.values[key], str(clearing.origins[key]))

@@ -86,6 +86,7 @@ def test_xid_is_explained_by_table_and_site(site: str) -> None:
     assert found.values["action"].origin == f"{site} line 15"
     assert found.values["name"].origin.endswith("xids.csv")
     assert found.values["clear_after_s"].value == 600.0
+    assert "decoded" in explained("xid-74", site).values
 
 
 def test_every_shipped_rule_is_explained() -> None:
