@@ -9,11 +9,11 @@ from enum import StrEnum
 
 import msgspec
 
-HARDWARE_THROTTLE_BITS = 0x8 | 0x40 | 0x80
-"""NVML clock event reasons: hardware slowdown, hardware thermal slowdown, power brake."""
+HARDWARE_SLOWDOWN, SOFTWARE_THERMAL, HARDWARE_THERMAL, POWER_BRAKE = 0x8, 0x20, 0x40, 0x80
+"""NVML clock event reasons. The first comes with each of the last two, or alone if the GPU draws too much power."""
 
-HEAT_THROTTLE_BITS = 0x20 | 0x40
-"""NVML clock event reasons: software and hardware thermal slowdown."""
+HARDWARE_THROTTLE_BITS = HARDWARE_SLOWDOWN | HARDWARE_THERMAL | POWER_BRAKE
+HEAT_THROTTLE_BITS = SOFTWARE_THERMAL | HARDWARE_THERMAL
 
 THROTTLE_REASONS = {
     "power_cap": 0x4,
@@ -23,6 +23,9 @@ THROTTLE_REASONS = {
     "power_brake": 0x80,
 }
 """NVML clock event reasons that slow a GPU down against its will, by name."""
+
+HBM_LIMIT_C = 95
+"""Degrees at which the memory of a GPU slows down that does not tell its limit: H100's, by nvidia-smi -q."""
 
 LINK_LOADED_UTILIZATION = 0.5
 """Utilization from which on a PCIe link must run at its full speed and width."""
@@ -68,6 +71,8 @@ class GpuSample(Sample, frozen=True, kw_only=True):
     temperature_c: int | None = None
     temperature_margin_c: int | None = None
     memory_temperature_c: int | None = None
+    slowdown_temperature_c: int | None = None  # at which the hardware slows the GPU down
+    memory_temperature_limit_c: int | None = None  # at which the driver slows the GPU down for its memory's sake
     power_w: float | None = None
     power_limit_w: float | None = None
     energy_j: float | None = None
@@ -127,6 +132,32 @@ class GpuSample(Sample, frozen=True, kw_only=True):
     @property
     def heat_throttled(self) -> int | None:
         return None if self.throttle_reasons is None else int(bool(self.throttle_reasons & HEAT_THROTTLE_BITS))
+
+    @property
+    def hardware_slowdown(self) -> int | None:
+        """1 while the hardware slows the GPU down for its own heat or power, not for an external power brake."""
+        if self.throttle_reasons is None:
+            return None
+        own = HARDWARE_THERMAL if self.throttle_reasons & POWER_BRAKE else HARDWARE_THERMAL | HARDWARE_SLOWDOWN
+        return int(bool(self.throttle_reasons & own))
+
+    @property
+    def software_thermal_slowdown(self) -> int | None:
+        """1 while the driver slows the GPU down for heat that the hardware still tolerates."""
+        if self.throttle_reasons is None:
+            return None
+        return int(self.throttle_reasons & HEAT_THROTTLE_BITS == SOFTWARE_THERMAL)
+
+    @property
+    def power_braked(self) -> int | None:
+        return None if self.throttle_reasons is None else int(bool(self.throttle_reasons & POWER_BRAKE))
+
+    @property
+    def memory_temperature_margin_c(self) -> int | None:
+        """Degrees left until the memory slows the GPU down."""
+        if self.memory_temperature_c is None:
+            return None
+        return (self.memory_temperature_limit_c or HBM_LIMIT_C) - self.memory_temperature_c
 
     @property
     def pcie_lanes_missing(self) -> int | None:

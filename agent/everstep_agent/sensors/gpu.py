@@ -265,13 +265,16 @@ class GpuSensor:
             self._read_slowly(gpu)
             values["pcie_utilization"] = values["gpu_utilization"]
             values["links_are_new"] = True
+        slow = gpu.slow_values or {}
+        if values["temperature_margin_c"] is None:
+            values["temperature_margin_c"] = _difference(slow.get("slowdown_temperature_c"), values["temperature_c"])
         if fast.is_reset_required and values["recovery_action"] is None:
             values["recovery_action"] = 1
         errors = [*gpu.identified.errors, *fast.errors, *gpu.slow_outcome.errors]
         return GpuSample(
             **_where(gpu.identity),
             **values,
-            **(gpu.slow_values or {}),
+            **slow,
             error=fast.summary if fast.is_unreadable else "",
             failed_values=len(errors),
             failures=Outcome(errors=errors).summary,
@@ -320,7 +323,13 @@ _UNCORRECTED = 1
 _SINCE_LOADED = 0
 _LIFETIME = 1
 _CORE_TEMPERATURE = 0
-"""Numbers of nvml.h: nvmlClockType_t, nvmlMemoryErrorType_t, nvmlEccCounterType_t, nvmlTemperatureSensors_t."""
+_SLOWDOWN_THRESHOLD = 1
+_MEMORY_THRESHOLD = 2
+"""Numbers of nvml.h: nvmlClockType_t, nvmlMemoryErrorType_t, nvmlEccCounterType_t, nvmlTemperatureSensors_t,
+nvmlTemperatureThresholds_t."""
+
+_HIGHEST_LIMIT_C = 150
+"""Degrees above which a threshold is no limit of a chip. NVML answers 0 or a huge number where it knows none."""
 
 _FAST_FIELDS = {
     "memory_temperature_c": 82,
@@ -365,6 +374,8 @@ def _read_slow_values(device: GpuDevice, limit: PcieLimit) -> dict[str, Any]:
     generation_max = device.read("nvmlDeviceGetMaxPcieLinkGeneration")
     width_max = device.read("nvmlDeviceGetMaxPcieLinkWidth")
     return fields | {
+        "slowdown_temperature_c": _threshold_c(device, _SLOWDOWN_THRESHOLD),
+        "memory_temperature_limit_c": _threshold_c(device, _MEMORY_THRESHOLD),
         "power_limit_w": _scaled(device.read("nvmlDeviceGetEnforcedPowerLimit"), 1e-3),
         "memory_clock_mhz": device.read("nvmlDeviceGetClockInfo", _CLOCK_MEMORY),
         "ecc_corrected": device.read("nvmlDeviceGetTotalEccErrors", _CORRECTED, _SINCE_LOADED),
@@ -399,6 +410,16 @@ def _link_values(links: tuple[LinkSample, ...]) -> dict[str, Any]:
 def _far_ends(links: tuple[LinkSample, ...]) -> tuple[str, ...]:
     by_link = {link.link: link.far_end for link in links}
     return tuple(by_link.get(link, "") for link in range(max(by_link, default=-1) + 1))
+
+
+def _threshold_c(device: GpuDevice, which: int) -> int | None:
+    """Return a temperature limit of this very GPU. Drivers may drop the call from Ada on (nvml.h)."""
+    limit: int | None = device.read("nvmlDeviceGetTemperatureThreshold", which)
+    return limit if limit is not None and 0 < limit <= _HIGHEST_LIMIT_C else None
+
+
+def _difference(larger: int | None, smaller: int | None) -> int | None:
+    return None if larger is None or smaller is None else larger - smaller
 
 
 def _lesser_limit(offered: int | None, limit: int | None) -> int | None:

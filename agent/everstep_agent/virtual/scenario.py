@@ -78,6 +78,7 @@ class VirtualGpu(StrictScenarioStruct, frozen=True, kw_only=True):
     temperature_c: int = 45
     memory_temperature_c: int | None = 52
     slowdown_c: int = 87
+    memory_limit_c: int | None = 95
     power_w: float = 320.0
     power_limit_w: float = 700.0
     sm_clock_mhz: int = 1980

@@ -169,6 +169,10 @@ class VirtualNvml:
     def nvmlDeviceGetTemperature(self, handle: Any, sensor: Any, result: Any) -> int:  # noqa: N802
         return self._answer(handle, result, lambda gpu: gpu.temperature_c)
 
+    def nvmlDeviceGetTemperatureThreshold(self, handle: Any, which: Any, result: Any) -> int:  # noqa: N802
+        memory = which.value == pynvml.NVML_TEMPERATURE_THRESHOLD_MEM_MAX
+        return self._answer(handle, result, lambda gpu: gpu.memory_limit_c if memory else gpu.slowdown_c)
+
     def nvmlDeviceGetClockInfo(self, handle: Any, which: Any, result: Any) -> int:  # noqa: N802
         memory = which.value == pynvml.NVML_CLOCK_MEM
         return self._answer(handle, result, lambda gpu: gpu.memory_clock_mhz if memory else gpu.sm_clock_mhz)

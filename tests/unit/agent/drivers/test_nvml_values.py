@@ -27,6 +27,7 @@ READS = (
     "nvmlDeviceGetClockInfo",
     "nvmlDeviceGetCurrentClocksEventReasons",
     "nvmlDeviceGetNvLinkState",
+    "nvmlDeviceGetTemperatureThreshold",
     "nvmlDeviceGetEnforcedPowerLimit",
     "nvmlDeviceGetTotalEccErrors",
     "nvmlDeviceGetSramEccErrorStatus",
@@ -53,7 +54,7 @@ FIELDS = ("field 82", "field 83", "field 230")
 ERRORS = (1, 2, 3, 4, 6, 8, 10, 11, 13, 15, 16, 17, 20, 21, 25, 27, 999)
 """The errors of nvml.h that a call on a GPU may return."""
 
-assert (len(READS) + len(IDENTITY) + len(FIELDS), len(ERRORS)) == (31, 17)
+assert (len(READS) + len(IDENTITY) + len(FIELDS), len(ERRORS)) == (32, 17)
 
 NAMES_SINCE_12_570 = (
     "nvmlDeviceGetMarginTemperature",
@@ -166,7 +167,7 @@ def test_older_library_lacks_values_only(machine: VirtualMachine, monkeypatch: p
     for name in NAMES_SINCE_12_570:
         monkeypatch.delattr(pynvml, name, raising=False)
     sample = sensor_of(machine).poll()[0]
-    assert (sample.temperature_margin_c, sample.sram_threshold_exceeded) == (None, None)
+    assert (sample.temperature_margin_c, sample.sram_threshold_exceeded) == (42, None)
     assert (sample.temperature_c, sample.recovery_action, sample.failed_values) == (45, 0, 0)
 
 

@@ -240,6 +240,36 @@ def test_frozen_telemetry_is_stale() -> None:
     assert judge.polls(31, gpu(energy_j=42.0)) == {f"sensor.stale/{BUS}"}
 
 
+@pytest.mark.parametrize(
+    ("reasons", "key", "action"),
+    [
+        (0x48, f"gpu.throttled/{BUS}", Action.DRAIN),
+        (0x20, f"gpu.throttled/{BUS}", Action.NONE),
+        (0x88, "gpu.throttled/power-brake", Action.NONE),
+    ],
+)
+def test_slowdowns_are_told_apart_by_cause(reasons: int, key: str, action: Action) -> None:
+    judge = TimedAssessor()
+    assert judge.polls(60, gpu(throttle_reasons=reasons)) == {key}
+    assert (only(judge).action, only(judge).mode) == (action, Mode.RECOMMEND)
+    assert judge.polls(121, gpu(throttle_reasons=0)) == set()
+
+
+@pytest.mark.parametrize("reasons", [0x0, 0x1, 0x2, 0x4, 0x10, 0x100])
+def test_power_cap_and_set_clocks_are_no_finding(reasons: int) -> None:
+    assert TimedAssessor().polls(120, gpu(throttle_reasons=reasons)) == set()
+
+
+def test_short_heat_is_no_finding_and_lasting_heat_is() -> None:
+    hot = gpu(temperature_margin_c=0, memory_temperature_c=96, throttle_reasons=0x60)
+    judge = TimedAssessor()
+    assert judge.polls(10, hot) == set()
+    assert judge.polls(60, gpu(temperature_margin_c=30, memory_temperature_c=60, throttle_reasons=0)) == set()
+    assert judge.polls(20, hot) == {f"gpu.temperature/{BUS}", f"gpu.throttled/{BUS}"}
+    tolerant = gpu(memory_temperature_c=96, memory_temperature_limit_c=105)
+    assert TimedAssessor().polls(60, tolerant) == set()
+
+
 CARD = {"address": "946d:ae03:00f1:0000", "board": "MT_0000000838"}
 
 
