@@ -203,10 +203,9 @@ class GpuDevice:
             return False
         return bool(offered)
 
-    def sram_threshold_exceeded(self) -> int | None:
-        """Return 1 if the GPU has passed its limit of SRAM errors, 0 if not, None if unknown."""
-        read: int | None = self.attempt(_SRAM_STATUS, lambda: _sram_threshold_exceeded(self.handle))
-        return read
+    def sram_status(self) -> Any:
+        """Return NVML's structure of SRAM errors (nvmlEccSramErrorStatus_t), or None if unknown."""
+        return self.attempt(_SRAM_STATUS, lambda: _sram_status(self.handle))
 
     def retired_pages(self) -> int | None:
         """Return the pages retired for either cause (before Ampere), or None if unknown."""
@@ -219,14 +218,14 @@ _RETIREMENT_CAUSES = (0, 1)
 """Several correctable errors, or one uncorrectable one (nvml.h, nvmlPageRetirementCause_t)."""
 
 
-def _sram_threshold_exceeded(handle: Any) -> int:
+def _sram_status(handle: Any) -> Any:
     kind = getattr(pynvml, "c_nvmlEccSramErrorStatus_v1_t", None)
     if kind is None:
         raise NvmlError(_SRAM_STATUS, FUNCTION_NOT_FOUND)
     status = kind()
     # pynvml's wrapper passes the struct by value, so its result is lost
     call(_SRAM_STATUS, handle, byref(status))
-    return int(status.bThresholdExceeded)
+    return status
 
 
 def _text(value: str | bytes | None) -> str:

@@ -31,6 +31,9 @@ LINK_LOADED_UTILIZATION = 0.5
 """Utilization from which on a PCIe link must run at its full speed and width."""
 
 
+GIB = 1 << 30
+
+
 class Sample(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Base class; encoded as an array, since both ends are of one installation."""
 
@@ -75,6 +78,7 @@ class GpuSample(Sample, frozen=True, kw_only=True):
     memory_temperature_limit_c: int | None = None  # at which the driver slows the GPU down for its memory's sake
     power_w: float | None = None
     power_limit_w: float | None = None
+    power_limit_default_w: float | None = None  # of the model
     energy_j: float | None = None
     sm_clock_mhz: int | None = None
     memory_clock_mhz: int | None = None
@@ -90,10 +94,23 @@ class GpuSample(Sample, frozen=True, kw_only=True):
     ecc_corrected: int | None = None
     ecc_uncorrected: int | None = None
     ecc_uncorrected_lifetime: int | None = None
+    ecc_dram_corrected: int | None = None
+    ecc_dram_uncorrected: int | None = None
+    ecc_sram_corrected: int | None = None
+    ecc_sram_uncorrected: int | None = None
+    ecc_sram_uncorrected_lifetime: int | None = None
     sram_threshold_exceeded: int | None = None
     remapped_corrected: int | None = None
     remapped_uncorrected: int | None = None
+    banks_low_on_spare_rows: int | None = None
+    banks_without_spare_rows: int | None = None
     retired_pages: int | None = None
+    retired_pages_pending: int | None = None  # 1 if pages are to be retired at the next reset
+    ecc_mode: int | None = None  # modes: 1 on, 0 off; a pending one takes effect at the next reset
+    ecc_mode_pending: int | None = None
+    mig_mode: int | None = None
+    mig_mode_pending: int | None = None
+    persistence_mode: int | None = None
     pcie_replays: int | None = None
     pcie_fatal_errors: int | None = None
     pcie_generation: int | None = None
@@ -109,7 +126,9 @@ class GpuSample(Sample, frozen=True, kw_only=True):
     links: tuple[LinkSample, ...] = ()
     links_are_new: bool = False  # whether the links were read at this poll
     nvlink_far_ends: tuple[str, ...] = ()  # by link: "0000:c1:00 link 30", "" if unknown
-    processes: int | None = None
+    processes: int | None = None  # that compute
+    graphics_processes: int | None = None
+    sees_all_processes: bool = False  # whether no container hides processes from the agent
 
     @property
     def is_lost(self) -> int:
@@ -160,6 +179,36 @@ class GpuSample(Sample, frozen=True, kw_only=True):
         return (self.memory_temperature_limit_c or HBM_LIMIT_C) - self.memory_temperature_c
 
     @property
+    def power_limit_cut_w(self) -> float | None:
+        """Watts by which the power limit is below the model's default."""
+        if self.power_limit_w is None or self.power_limit_default_w is None:
+            return None
+        return self.power_limit_default_w - self.power_limit_w
+
+    @property
+    def ecc_mode_waits(self) -> int | None:
+        """1 if another ECC mode waits for a reset."""
+        return _differ(self.ecc_mode, self.ecc_mode_pending)
+
+    @property
+    def mig_mode_waits(self) -> int | None:
+        """1 if another MIG mode waits for a reset."""
+        return _differ(self.mig_mode, self.mig_mode_pending)
+
+    @property
+    def unowned_memory_gib(self) -> float | None:
+        """Memory in use on a GPU without any process in GiB, 0 if it has one; None if unknown.
+
+        Known at polls that read the slow values, outside MIG mode (whose instances reserve memory), and where the agent
+        sees the processes of all containers.
+        """
+        if not self.links_are_new or not self.sees_all_processes or self.mig_mode:
+            return None
+        if self.memory_used_bytes is None or self.processes is None or self.graphics_processes is None:
+            return None
+        return 0.0 if self.processes or self.graphics_processes else self.memory_used_bytes / GIB
+
+    @property
     def pcie_lanes_missing(self) -> int | None:
         """Lanes fewer than the GPU and its slot have; None if unknown (see ``_missing_under_load``)."""
         return self._missing_under_load(self.pcie_width, self.pcie_width_max)
@@ -174,6 +223,21 @@ class GpuSample(Sample, frozen=True, kw_only=True):
         if now is None or most is None or (self.pcie_utilization or 0.0) < LINK_LOADED_UTILIZATION:
             return None
         return max(0, most - now)
+
+
+def _differ(now: int | None, then: int | None) -> int | None:
+    return None if now is None or then is None else int(now != then)
+
+
+class GpuComparison(Sample, frozen=True, kw_only=True):
+    """One GPU beside the node's other GPUs of its model; see ``findings/gpu_peers.py``."""
+
+    clock_fraction: float | None = None  # of the others' SM clock, while all are under load and nothing explains it
+    set_clock_fraction: float | None = None  # the same, while a person or a program has set the GPU's clocks
+    power_limit_gap_w: float | None = None  # watts by which the power limit is below the others'
+    ecc_off: int | None = None  # 1 if ECC is off, and on with most others
+    dram_corrected: int | None = None  # corrected errors, where they are many times the others'
+    sram_corrected: int | None = None
 
 
 class XidEvent(Sample, frozen=True, kw_only=True):

@@ -138,3 +138,15 @@ def count_processes(root: Path) -> ProcessCounts:
         stuck += fields[0] == b"D" and fields[1] != b"2"
         zombies += fields[0] == b"Z"
     return ProcessCounts(stuck, zombies)
+
+
+def is_host_pid_namespace(proc: Path) -> bool:
+    """Return whether this process sees the processes of all containers."""
+    try:
+        return os.readlink(proc / "self/ns/pid") == _HOST_PID_NAMESPACE
+    except OSError:
+        return False
+
+
+_HOST_PID_NAMESPACE = "pid:[4026531836]"
+"""The first namespace of processes has a fixed number (Linux, include/linux/proc_ns.h, PROC_PID_INIT_INO)."""

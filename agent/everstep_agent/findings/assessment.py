@@ -10,6 +10,7 @@ import xxhash
 
 from everstep.vocabulary import Action, Finding, FindingKind, Mode, Severity, gravest_by_key
 from everstep_agent.drivers.samples import GpuSample, HostSample, LinkSample, SensorState, XidEvent
+from everstep_agent.findings.gpu_peers import compare_gpus
 from everstep_agent.findings.kernel_lines import LineFindings
 from everstep_agent.findings.memory_errors import MemoryErrors
 from everstep_agent.findings.profile import NodeProfile
@@ -137,6 +138,9 @@ class FindingAssessor:
             self._apply_rules("gpu", gpu.pci_bus_id, gpu, gpu.error or gpu.failures, now)
             for link in gpu.links if gpu.links_are_new else ():
                 self._apply_rules("link", _link_subject(gpu.pci_bus_id, link.link), link, "", now)
+        compared = compare_gpus(poll.gpus, {gpu.uuid: gpu.name for gpu in poll.known_gpus})
+        for bus_id, comparison in compared.items():
+            self._apply_rules("gpu_peers", bus_id, comparison, "", now)
         self._dirty |= self._memory_errors.settle(now.monotonic)
         self._far_ends = {
             end: f"{gpu.pci_bus_id} link {link}"

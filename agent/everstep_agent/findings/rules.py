@@ -28,6 +28,7 @@ from everstep.errors import ConfigurationError
 from everstep.settings import find_line, load_table, read_text, suggest
 from everstep.vocabulary import Action, Finding, FindingKind, Mode, Severity
 from everstep_agent.drivers.samples import (
+    GpuComparison,
     GpuSample,
     HostSample,
     LinkSample,
@@ -43,6 +44,7 @@ POLICY_FOLDER = Path(__file__).parents[1] / "policy"
 
 SCOPES: dict[str, type[msgspec.Struct]] = {
     "gpu": GpuSample,
+    "gpu_peers": GpuComparison,
     "link": LinkSample,
     "port": PortSample,
     "counter": PortCounts,

@@ -54,6 +54,7 @@ class GpuSensor:
     set_activity: Callable[[str], None]  # receives the next activity before it starts
     platform: Callable[[str], PcieLimit] = lambda bus_id: NO_PCIE_LIMIT  # of the PCIe slot at a bus address
     on_bus: Callable[[], tuple[PciGpu, ...] | None] = lambda: None  # the GPUs on the PCI bus, without NVML
+    sees_all_processes: bool = False  # whether no container hides processes from this one
     known_gpus: dict[str, Gpu] = field(default_factory=dict)
     error: str = ""
     error_code: int = 0  # of opening NVML
@@ -275,6 +276,7 @@ class GpuSensor:
             **_where(gpu.identity),
             **values,
             **slow,
+            sees_all_processes=self.sees_all_processes,
             error=fast.summary if fast.is_unreadable else "",
             failed_values=len(errors),
             failures=Outcome(errors=errors).summary,
@@ -322,11 +324,13 @@ _CORRECTED = 0
 _UNCORRECTED = 1
 _SINCE_LOADED = 0
 _LIFETIME = 1
+_DRAM = 2
+_SRAM = 7
 _CORE_TEMPERATURE = 0
 _SLOWDOWN_THRESHOLD = 1
 _MEMORY_THRESHOLD = 2
-"""Numbers of nvml.h: nvmlClockType_t, nvmlMemoryErrorType_t, nvmlEccCounterType_t, nvmlTemperatureSensors_t,
-nvmlTemperatureThresholds_t."""
+"""Numbers of nvml.h: nvmlClockType_t, nvmlMemoryErrorType_t, nvmlEccCounterType_t, nvmlMemoryLocation_t,
+nvmlTemperatureSensors_t, nvmlTemperatureThresholds_t."""
 
 _HIGHEST_LIMIT_C = 150
 """Degrees above which a threshold is no limit of a chip. NVML answers 0 or a huge number where it knows none."""
@@ -370,26 +374,70 @@ def _throttle_reasons(device: GpuDevice) -> int | None:
 def _read_slow_values(device: GpuDevice, limit: PcieLimit) -> dict[str, Any]:
     """Read the values that change rarely."""
     fields = dict(zip(_SLOW_FIELDS, device.read_fields(tuple(_SLOW_FIELDS.values())), strict=True))
-    processes = device.read("nvmlDeviceGetComputeRunningProcesses_v3")
     generation_max = device.read("nvmlDeviceGetMaxPcieLinkGeneration")
     width_max = device.read("nvmlDeviceGetMaxPcieLinkWidth")
-    return fields | {
-        "slowdown_temperature_c": _threshold_c(device, _SLOWDOWN_THRESHOLD),
-        "memory_temperature_limit_c": _threshold_c(device, _MEMORY_THRESHOLD),
-        "power_limit_w": _scaled(device.read("nvmlDeviceGetEnforcedPowerLimit"), 1e-3),
-        "memory_clock_mhz": device.read("nvmlDeviceGetClockInfo", _CLOCK_MEMORY),
+    return (
+        fields
+        | _read_memory_errors(device)
+        | _read_settings(device)
+        | {
+            "slowdown_temperature_c": _threshold_c(device, _SLOWDOWN_THRESHOLD),
+            "memory_temperature_limit_c": _threshold_c(device, _MEMORY_THRESHOLD),
+            "memory_clock_mhz": device.read("nvmlDeviceGetClockInfo", _CLOCK_MEMORY),
+            "pcie_replays": device.read("nvmlDeviceGetPcieReplayCounter"),
+            "pcie_generation": device.read("nvmlDeviceGetCurrPcieLinkGeneration"),
+            "pcie_generation_max": _lesser_limit(generation_max, limit.generation),
+            "pcie_width": device.read("nvmlDeviceGetCurrPcieLinkWidth"),
+            "pcie_width_max": _lesser_limit(width_max, limit.width),
+            "processes": _number(device.read("nvmlDeviceGetComputeRunningProcesses_v3")),
+            "graphics_processes": _number(device.read("nvmlDeviceGetGraphicsRunningProcesses_v3")),
+        }
+    )
+
+
+def _read_memory_errors(device: GpuDevice) -> dict[str, Any]:
+    """Read the counts of memory errors and the state of spare rows."""
+
+    def errors_in(kind: int, location: int) -> int | None:
+        count: int | None = device.read("nvmlDeviceGetMemoryErrorCounter", kind, _SINCE_LOADED, location)
+        return count
+
+    sram = device.sram_status()
+    banks = device.read("nvmlDeviceGetRowRemapperHistogram")
+    return {
         "ecc_corrected": device.read("nvmlDeviceGetTotalEccErrors", _CORRECTED, _SINCE_LOADED),
         "ecc_uncorrected": device.read("nvmlDeviceGetTotalEccErrors", _UNCORRECTED, _SINCE_LOADED),
         "ecc_uncorrected_lifetime": device.read("nvmlDeviceGetTotalEccErrors", _UNCORRECTED, _LIFETIME),
-        "sram_threshold_exceeded": device.sram_threshold_exceeded(),
+        "ecc_dram_corrected": errors_in(_CORRECTED, _DRAM),
+        "ecc_dram_uncorrected": errors_in(_UNCORRECTED, _DRAM),
+        "ecc_sram_corrected": errors_in(_CORRECTED, _SRAM),
+        "ecc_sram_uncorrected": errors_in(_UNCORRECTED, _SRAM),
+        "ecc_sram_uncorrected_lifetime": sram and sram.aggregateUncParity + sram.aggregateUncSecDed,
+        "sram_threshold_exceeded": sram and int(sram.bThresholdExceeded),
+        "banks_low_on_spare_rows": banks and banks.low,
+        "banks_without_spare_rows": banks and banks.none,
         "retired_pages": device.retired_pages(),
-        "pcie_replays": device.read("nvmlDeviceGetPcieReplayCounter"),
-        "pcie_generation": device.read("nvmlDeviceGetCurrPcieLinkGeneration"),
-        "pcie_generation_max": _lesser_limit(generation_max, limit.generation),
-        "pcie_width": device.read("nvmlDeviceGetCurrPcieLinkWidth"),
-        "pcie_width_max": _lesser_limit(width_max, limit.width),
-        "processes": None if processes is None else len(processes),
+        "retired_pages_pending": device.read("nvmlDeviceGetRetiredPagesPendingStatus"),
     }
+
+
+def _read_settings(device: GpuDevice) -> dict[str, Any]:
+    """Read what an administrator sets."""
+    ecc_mode, ecc_mode_pending = device.read("nvmlDeviceGetEccMode") or (None, None)
+    mig_mode, mig_mode_pending = device.read("nvmlDeviceGetMigMode") or (None, None)
+    return {
+        "power_limit_w": _scaled(device.read("nvmlDeviceGetEnforcedPowerLimit"), 1e-3),
+        "power_limit_default_w": _scaled(device.read("nvmlDeviceGetPowerManagementDefaultLimit"), 1e-3),
+        "ecc_mode": ecc_mode,
+        "ecc_mode_pending": ecc_mode_pending,
+        "mig_mode": mig_mode,
+        "mig_mode_pending": mig_mode_pending,
+        "persistence_mode": device.read("nvmlDeviceGetPersistenceMode"),
+    }
+
+
+def _number(processes: list[Any] | None) -> int | None:
+    return None if processes is None else len(processes)
 
 
 def _link_values(links: tuple[LinkSample, ...]) -> dict[str, Any]:

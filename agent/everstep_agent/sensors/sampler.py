@@ -63,6 +63,7 @@ class NodeSensors:
             self._tree = machine_tree.MachineTree(Path(config.machine_folder))
             self._tree.update(self._machine)
             self._sysfs, self._proc = self._tree.sys, self._tree.proc
+        self._gpu.sees_all_processes = sysfs.is_host_pid_namespace(self._proc)
         self._polls = 0
         self._hold_file = config.hold_file
         self._network = NetworkSensor(self._sysfs, self._proc)

@@ -23,6 +23,8 @@ _USB_PARENT = "pci0000:00/0000:00:14.0/usb1"
 Entries = dict[str, str]
 """Files and links by path: a text, or the target of a link with ``_LINK`` before it."""
 _LINK = "-> "
+_TEXT_LINK = "=> "
+"""The same for a target that is not a file, as those of namespaces."""
 
 
 def remove_tree(folder: Path) -> None:
@@ -63,9 +65,10 @@ class MachineTree:
 
     def _write(self, path: Path, text: str) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if text.startswith(_LINK):
+        if text.startswith((_LINK, _TEXT_LINK)):
             path.unlink(missing_ok=True)
-            path.symlink_to(self._folder / text.removeprefix(_LINK))
+            is_file = text.startswith(_LINK)
+            path.symlink_to(self._folder / text.removeprefix(_LINK) if is_file else text.removeprefix(_TEXT_LINK))
         else:
             path.write_text(f"{text}\n")
 
@@ -88,6 +91,7 @@ def _host_entries(host: VirtualHost, boot_id: str) -> Iterator[tuple[str, str]]:
     yield "proc/uptime", f"{host.uptime_s:.2f} 0.00"
     yield "proc/loadavg", f"{host.load:.2f} 0.00 0.00 1/1 1"
     yield "proc/self/mounts", ""
+    yield "proc/self/ns/pid", f"{_TEXT_LINK}{'pid:[1]' if host.in_container else 'pid:[4026531836]'}"
     yield "proc/sys/kernel/osrelease", host.kernel
     yield "proc/sys/kernel/random/boot_id", boot_id
     for pid, state in enumerate("D" * host.stuck_processes + "Z" * host.zombies, _FIRST_PID):

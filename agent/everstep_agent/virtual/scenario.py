@@ -81,6 +81,7 @@ class VirtualGpu(StrictScenarioStruct, frozen=True, kw_only=True):
     memory_limit_c: int | None = 95
     power_w: float = 320.0
     power_limit_w: float = 700.0
+    power_limit_default_w: float | None = 700.0
     sm_clock_mhz: int = 1980
     memory_clock_mhz: int = 2619
     throttle_reasons: int = 0
@@ -89,15 +90,23 @@ class VirtualGpu(StrictScenarioStruct, frozen=True, kw_only=True):
     memory_utilization: Fraction = 0.0
     recovery_action: int | None = 0
 
-    ecc_corrected: int = 0
-    ecc_uncorrected: int = 0
+    ecc_corrected: int = 0  # of DRAM
+    ecc_uncorrected: int = 0  # of DRAM
+    ecc_sram_corrected: int = 0
+    ecc_sram_uncorrected: int = 0
     ecc_uncorrected_lifetime: int = 0
     sram_threshold_exceeded: bool = False
     remapped_corrected: int = 0
     remapped_uncorrected: int = 0
     remap_pending: bool = False
     remap_failure: bool = False
+    banks_low_on_spare_rows: int = 0
+    banks_without_spare_rows: int = 0
     retired_pages: int | None = None
+    retired_pages_pending: bool = False
+    ecc_mode: tuple[int, int] | None = (1, 1)  # current and pending
+    mig_mode: tuple[int, int] | None = (0, 0)
+    persistence_mode: int | None = 1
     pcie_replays: int = 0
     pcie_fatal_errors: int = 0
     pcie_generation: int = 5
@@ -111,6 +120,7 @@ class VirtualGpu(StrictScenarioStruct, frozen=True, kw_only=True):
     nvlink_recovery_failures: int = 0  # of link 0
     links: dict[str, VirtualLink] = {}  # what single links count, by number
     processes: int = 0
+    graphics_processes: int = 0
 
 
 class VirtualPort(StrictScenarioStruct, frozen=True, kw_only=True):
@@ -170,6 +180,7 @@ class VirtualHost(StrictScenarioStruct, frozen=True, kw_only=True):
     cpus: Annotated[int, msgspec.Meta(ge=1)] = 224
     stuck_processes: int = 0
     zombies: int = 0
+    in_container: bool = False  # the agent sees the processes of its container only
     load: float = 1.0
     free_fraction: Fraction = 0.5
     mount_silent_s: float = 0.0

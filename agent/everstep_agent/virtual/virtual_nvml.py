@@ -40,6 +40,13 @@ ENERGY_EPOCH = 1_600_000_000.0
 _SCALARS: dict[str, Callable[[VirtualGpu], int | None]] = {
     "nvmlDeviceGetPowerUsage": lambda gpu: int(gpu.power_w * 1000),
     "nvmlDeviceGetEnforcedPowerLimit": lambda gpu: int(gpu.power_limit_w * 1000),
+    "nvmlDeviceGetPowerManagementDefaultLimit": lambda gpu: (
+        None if gpu.power_limit_default_w is None else int(gpu.power_limit_default_w * 1000)
+    ),
+    "nvmlDeviceGetPersistenceMode": lambda gpu: gpu.persistence_mode,
+    "nvmlDeviceGetRetiredPagesPendingStatus": lambda gpu: (
+        None if gpu.retired_pages is None else int(gpu.retired_pages_pending)
+    ),
     "nvmlDeviceGetCurrentClocksEventReasons": lambda gpu: gpu.throttle_reasons,
     "nvmlDeviceGetPcieReplayCounter": lambda gpu: gpu.pcie_replays,
     "nvmlDeviceGetCurrPcieLinkGeneration": lambda gpu: gpu.pcie_generation,
@@ -72,9 +79,26 @@ _STRUCTS: dict[str, Callable[[VirtualGpu], dict[str, Any]]] = {
         "gpu": round(gpu.gpu_utilization * 100),
         "memory": round(gpu.memory_utilization * 100),
     },
-    "nvmlDeviceGetSramEccErrorStatus": lambda gpu: {"bThresholdExceeded": int(gpu.sram_threshold_exceeded)},
+    "nvmlDeviceGetSramEccErrorStatus": lambda gpu: {
+        "bThresholdExceeded": int(gpu.sram_threshold_exceeded),
+        "aggregateUncSecDed": gpu.ecc_sram_uncorrected,
+    },
+    "nvmlDeviceGetRowRemapperHistogram": lambda gpu: {
+        "max": _BANKS - gpu.banks_low_on_spare_rows - gpu.banks_without_spare_rows,
+        "low": gpu.banks_low_on_spare_rows,
+        "none": gpu.banks_without_spare_rows,
+    },
 }
 """Calls of the form (handle, pointer to a struct), and the members of the struct."""
+
+_BANKS = 2560
+"""Banks of an H100's memory."""
+
+_MODES: dict[str, Callable[[VirtualGpu], tuple[int, int] | None]] = {
+    "nvmlDeviceGetEccMode": lambda gpu: gpu.ecc_mode,
+    "nvmlDeviceGetMigMode": lambda gpu: gpu.mig_mode,
+}
+"""Calls of the form (handle, pointer to the current mode, pointer to the pending one)."""
 
 _ENERGY_FIELD = 83
 _FIELDS: dict[int, Callable[[VirtualGpu], int | None]] = {
@@ -132,6 +156,8 @@ class VirtualNvml:
             setattr(self, name, partial(self._fill_string, text))
         for name, members in _STRUCTS.items():
             setattr(self, name, partial(self._fill_struct, members))
+        for name, modes in _MODES.items():
+            setattr(self, name, partial(self._fill_modes, modes))
         for name in [name for name in dir(self) if name.startswith("nvmlDevice") and name not in _LOOKUPS]:
             setattr(self, name, partial(self._run_call, name, getattr(self, name)))
 
@@ -180,6 +206,14 @@ class VirtualNvml:
     def nvmlDeviceGetTotalEccErrors(self, handle: Any, kind: Any, counter: Any, result: Any) -> int:  # noqa: N802
         return self._answer(handle, result, lambda gpu: _ecc(gpu, kind.value, counter.value))
 
+    def nvmlDeviceGetMemoryErrorCounter(  # noqa: N802
+        self, handle: Any, kind: Any, counter: Any, location: Any, result: Any
+    ) -> int:
+        in_dram = location.value == pynvml.NVML_MEMORY_LOCATION_DRAM
+        if kind.value == pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED:
+            return self._answer(handle, result, lambda gpu: gpu.ecc_corrected if in_dram else gpu.ecc_sram_corrected)
+        return self._answer(handle, result, lambda gpu: gpu.ecc_uncorrected if in_dram else gpu.ecc_sram_uncorrected)
+
     def nvmlDeviceGetRetiredPages_v2(self, handle: Any, cause: Any, count: Any, *buffers: Any) -> int:  # noqa: N802
         def share(gpu: VirtualGpu) -> int | None:
             return None if gpu.retired_pages is None else (gpu.retired_pages + (not cause.value)) // 2
@@ -203,11 +237,10 @@ class VirtualNvml:
         return code
 
     def nvmlDeviceGetComputeRunningProcesses_v3(self, handle: Any, count: Any, processes: Any) -> int:  # noqa: N802
-        code, gpu = self._check_gpu(handle)
-        if code != OK:
-            return code
-        room, count._obj.value = count._obj.value, gpu.processes
-        return INSUFFICIENT_SIZE if gpu.processes > room else OK
+        return self._count_processes(handle, count, lambda gpu: gpu.processes)
+
+    def nvmlDeviceGetGraphicsRunningProcesses_v3(self, handle: Any, count: Any, processes: Any) -> int:  # noqa: N802
+        return self._count_processes(handle, count, lambda gpu: gpu.graphics_processes)
 
     def nvmlDeviceGetFieldValues(self, handle: Any, count: Any, values: Any) -> int:  # noqa: N802
         code, gpu = self._check_gpu(handle)
@@ -291,6 +324,24 @@ class VirtualNvml:
         result._obj.value = value
         return OK
 
+    def _count_processes(self, handle: Any, count: Any, number: Callable[[VirtualGpu], int]) -> int:
+        code, gpu = self._check_gpu(handle)
+        if code != OK:
+            return code
+        room, count._obj.value = count._obj.value, number(gpu)
+        return INSUFFICIENT_SIZE if number(gpu) > room else OK
+
+    def _fill_modes(
+        self, modes: Callable[[VirtualGpu], tuple[int, int] | None], handle: Any, current: Any, pending: Any
+    ) -> int:
+        code, gpu = self._check_gpu(handle)
+        if code != OK:
+            return code
+        if (found := modes(gpu)) is None:
+            return NOT_SUPPORTED
+        current._obj.value, pending._obj.value = found
+        return OK
+
     def _fill_string(self, text: Callable[[VirtualGpu], str], handle: Any, buffer: Any, length: Any) -> int:
         code, gpu = self._check_gpu(handle)
         if code == OK:
@@ -360,8 +411,10 @@ def _encoded_ber(link: VirtualLink) -> int:
 
 def _ecc(gpu: VirtualGpu, kind: int, counter: int) -> int:
     if kind == pynvml.NVML_MEMORY_ERROR_TYPE_CORRECTED:
-        return gpu.ecc_corrected
-    return gpu.ecc_uncorrected_lifetime if counter == pynvml.NVML_AGGREGATE_ECC else gpu.ecc_uncorrected
+        return gpu.ecc_corrected + gpu.ecc_sram_corrected
+    if counter == pynvml.NVML_AGGREGATE_ECC:
+        return gpu.ecc_uncorrected_lifetime
+    return gpu.ecc_uncorrected + gpu.ecc_sram_uncorrected
 
 
 def install(machine: VirtualMachine, clock: Clock) -> VirtualNvml:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -268,6 +270,55 @@ def test_short_heat_is_no_finding_and_lasting_heat_is() -> None:
     assert judge.polls(20, hot) == {f"gpu.temperature/{BUS}", f"gpu.throttled/{BUS}"}
     tolerant = gpu(memory_temperature_c=96, memory_temperature_limit_c=105)
     assert TimedAssessor().polls(60, tolerant) == set()
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "severity"),
+    [
+        ({"banks_without_spare_rows": 1}, f"gpu.row_remap_failure/{BUS}", Severity.WARNING),
+        ({"retired_pages_pending": 1}, f"gpu.retired_pages/{BUS}", Severity.WARNING),
+        ({"ecc_mode": 1, "ecc_mode_pending": 0}, f"gpu.setting/{BUS}", Severity.INFO),
+        ({"mig_mode": 0, "mig_mode_pending": 1}, f"gpu.setting/{BUS}", Severity.INFO),
+    ],
+)
+def test_spare_rows_and_pending_modes_are_told_until_over(values: dict[str, int], key: str, severity: Severity) -> None:
+    judge = TimedAssessor()
+    assert judge.polls(1, gpu(**values)) == {key}
+    assert (only(judge).severity, only(judge).mode is Mode.ENFORCE) == (severity, False)
+    assert judge.polls(62, gpu(**dict.fromkeys(values, 0))) == set()
+    assert TimedAssessor().polls(1, gpu(**dict.fromkeys(values))) == set()
+
+
+LEFT: dict[str, Any] = {
+    "memory_used_bytes": 60 << 30,
+    "processes": 0,
+    "graphics_processes": 0,
+    "sees_all_processes": True,
+    "links_are_new": True,
+}
+
+
+def test_memory_without_a_process_is_information_after_minutes() -> None:
+    judge = TimedAssessor()
+    assert judge.polls(59, gpu(**LEFT)) == set()
+    assert judge.polls(1, gpu(**LEFT)) == {f"gpu.memory_left/{BUS}"}
+    assert (only(judge).severity, only(judge).message[:6]) == (Severity.INFO, "60 GiB")
+    assert judge.polls(1, gpu(**LEFT | {"processes": 1})) == set()
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"sees_all_processes": False},
+        {"processes": None},
+        {"graphics_processes": 1},
+        {"mig_mode": 1},
+        {"memory_used_bytes": 600 << 20},
+        {"links_are_new": False},
+    ],
+)
+def test_memory_of_hidden_or_other_processes_is_no_finding(values: dict[str, Any]) -> None:
+    assert TimedAssessor().polls(200, gpu(**LEFT | values)) == set()
 
 
 CARD = {"address": "946d:ae03:00f1:0000", "board": "MT_0000000838"}

@@ -153,3 +153,10 @@ def test_tree_replaces_only_its_own_folders(tmp_path: Path) -> None:
 def test_relative_folder_is_refused() -> None:
     with pytest.raises(ValueError, match="not an absolute path"):
         MachineTree(Path())
+
+
+def test_container_hides_processes_from_the_agent(bench: Bench) -> None:
+    assert sysfs.is_host_pid_namespace(bench.tree.proc)
+    bench.change(host={"in_container": True})
+    assert not sysfs.is_host_pid_namespace(bench.tree.proc)
+    assert not sysfs.is_host_pid_namespace(bench.tree.sys)

@@ -71,13 +71,28 @@ def test_two_nodes_have_different_gpus() -> None:
         ({"recovery_action": 2}, "recovery_action", 2),
         ({"sram_threshold_exceeded": True}, "sram_threshold_exceeded", 1),
         ({"processes": 2}, "processes", 2),
+        ({"power_limit_w": 500.0}, "power_limit_cut_w", 200),
+        ({"ecc_corrected": 7, "ecc_sram_corrected": 2}, "ecc_corrected", 9),
+        ({"ecc_corrected": 7, "ecc_sram_corrected": 2}, "ecc_dram_corrected", 7),
+        ({"ecc_corrected": 7, "ecc_sram_corrected": 2}, "ecc_sram_corrected", 2),
+        ({"ecc_sram_uncorrected": 3}, "ecc_sram_uncorrected", 3),
+        ({"ecc_sram_uncorrected": 3}, "ecc_sram_uncorrected_lifetime", 3),
+        ({"ecc_uncorrected": 3}, "ecc_dram_uncorrected", 3),
+        ({"banks_without_spare_rows": 1}, "banks_without_spare_rows", 1),
+        ({"banks_low_on_spare_rows": 4}, "banks_low_on_spare_rows", 4),
+        ({"ecc_mode": [1, 0]}, "ecc_mode_waits", 1),
+        ({"mig_mode": [0, 1]}, "mig_mode_waits", 1),
+        ({"persistence_mode": 0}, "persistence_mode", 0),
+        ({"persistence_mode": None}, "persistence_mode", None),
+        ({"mig_mode": None}, "mig_mode", None),
+        ({"graphics_processes": 2}, "graphics_processes", 2),
         ({"lost": True}, "is_lost", 1),
         ({"missing": True}, "is_lost", 1),
         ({"error": 999}, "unreadable", 1),
     ],
 )
 def test_control_file_reaches_the_sample(
-    machine: VirtualMachine, control: Control, change: dict[str, object], field: str, value: int
+    machine: VirtualMachine, control: Control, change: dict[str, object], field: str, value: int | None
 ) -> None:
     gpus = sensor(machine)
     gpus.poll()
@@ -258,5 +273,5 @@ def test_sram_status_is_handed_to_c_by_reference(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(pynvml, "c_nvmlEccSramErrorStatus_v1_t", lambda: status)
     monkeypatch.setattr(pynvml, "nvmlLib", SimpleNamespace(nvmlDeviceGetSramEccErrorStatus=untyped))
     monkeypatch.setattr(pynvml, "_nvmlGetFunctionPointer_cache", {})
-    assert GpuDevice(ctypes.c_void_p(1)).sram_threshold_exceeded() == 1
+    assert GpuDevice(ctypes.c_void_p(1)).sram_status().bThresholdExceeded == 1
     assert given == [ctypes.addressof(status)]
