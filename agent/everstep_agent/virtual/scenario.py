@@ -81,7 +81,7 @@ class VirtualGpu(StrictScenarioStruct, frozen=True, kw_only=True):
     memory_limit_c: int | None = 95
     power_w: float = 320.0
     power_limit_w: float = 700.0
-    power_limit_default_w: float | None = 700.0
+    power_limit_default_w: float = 0.0  # 0: the scenario's power_limit_w
     sm_clock_mhz: int = 1980
     memory_clock_mhz: int = 2619
     throttle_reasons: int = 0
@@ -268,6 +268,7 @@ def _with_identity(gpu: VirtualGpu, index: int, node: str) -> VirtualGpu:
     digest = xxhash.xxh3_128_hexdigest(f"{node}/{index}".encode())
     uuid = f"GPU-{digest[:8]}-{digest[8:12]}-{digest[12:16]}-{digest[16:20]}-{digest[20:32]}"
     bus = DGX_BUS_IDS[index] if index < len(DGX_BUS_IDS) else f"{index:02x}:00"
+    gpu = msgspec.structs.replace(gpu, power_limit_default_w=gpu.power_limit_default_w or gpu.power_limit_w)
     return _with_defaults(gpu, uuid=uuid, pci_bus_id=f"0000:{bus}", serial=str(int(digest[:10], 16)))
 
 

@@ -40,9 +40,7 @@ ENERGY_EPOCH = 1_600_000_000.0
 _SCALARS: dict[str, Callable[[VirtualGpu], int | None]] = {
     "nvmlDeviceGetPowerUsage": lambda gpu: int(gpu.power_w * 1000),
     "nvmlDeviceGetEnforcedPowerLimit": lambda gpu: int(gpu.power_limit_w * 1000),
-    "nvmlDeviceGetPowerManagementDefaultLimit": lambda gpu: (
-        None if gpu.power_limit_default_w is None else int(gpu.power_limit_default_w * 1000)
-    ),
+    "nvmlDeviceGetPowerManagementDefaultLimit": lambda gpu: int(gpu.power_limit_default_w * 1000),
     "nvmlDeviceGetPersistenceMode": lambda gpu: gpu.persistence_mode,
     "nvmlDeviceGetRetiredPagesPendingStatus": lambda gpu: (
         None if gpu.retired_pages is None else int(gpu.retired_pages_pending)

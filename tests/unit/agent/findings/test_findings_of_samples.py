@@ -265,7 +265,7 @@ def test_power_cap_and_set_clocks_are_no_finding(reasons: int) -> None:
 def test_short_heat_is_no_finding_and_lasting_heat_is() -> None:
     hot = gpu(temperature_margin_c=0, memory_temperature_c=96, throttle_reasons=0x60)
     judge = TimedAssessor()
-    assert judge.polls(10, hot) == set()
+    assert judge.polls(9, hot) == set()
     assert judge.polls(60, gpu(temperature_margin_c=30, memory_temperature_c=60, throttle_reasons=0)) == set()
     assert judge.polls(20, hot) == {f"gpu.temperature/{BUS}", f"gpu.throttled/{BUS}"}
     tolerant = gpu(memory_temperature_c=96, memory_temperature_limit_c=105)

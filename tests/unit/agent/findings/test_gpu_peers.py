@@ -141,7 +141,7 @@ def test_ecc_off_on_one_gpu_warns_and_off_on_all_does_not() -> None:
 @pytest.mark.parametrize(("usual", "found"), [(0, True), (0.01, True), (0.5, False)])
 def test_corrected_errors_count_beside_the_peers(field: str, rate: float, usual: float, found: bool) -> None:
     judge, keys = TimedAssessor(), set[str]()
-    for minute in range(20):
+    for minute in range(40):
         others = int(minute * 60 * rate * usual)
         samples = node(**{field: others}, odd={field: 5000 + int(minute * 60 * rate)} if found else {field: others * 2})
         judge.clock.advance(59.0)
