@@ -55,7 +55,7 @@ class LinkSample(Sample, frozen=True, kw_only=True):
     symbol_ber: float | None = None
     raw_ber: float | None = None
     repaired_symbols: int | None = None  # most symbols that forward error correction repaired in one block
-    far_end: str = ""  # "0000:c1:00 link 30", or less if NVML knows less
+    far_end: str = ""  # "NVSwitch 0000:c1:00 link 30", or less if NVML knows less
 
 
 class GpuSample(Sample, frozen=True, kw_only=True):
@@ -125,7 +125,7 @@ class GpuSample(Sample, frozen=True, kw_only=True):
     nvlinks_down_at: tuple[int, ...] = ()  # their numbers
     links: tuple[LinkSample, ...] = ()
     links_are_new: bool = False  # whether the links were read at this poll
-    nvlink_far_ends: tuple[str, ...] = ()  # by link: "0000:c1:00 link 30", "" if unknown
+    nvlink_far_ends: tuple[str, ...] = ()  # by link: as ``LinkSample.far_end``, "" if unknown
     processes: int | None = None  # that compute
     graphics_processes: int | None = None
     sees_all_processes: bool = False  # whether no container hides processes from the agent

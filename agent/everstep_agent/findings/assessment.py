@@ -90,7 +90,7 @@ class FindingAssessor:
         self._rule_findings: dict[tuple[str, str], Finding] = {}
         self.lines = LineFindings(policy)
         self._memory_errors = MemoryErrors(state.contained_gpus)
-        self._far_ends: dict[str, str] = {}
+        self._far_ends: dict[str, tuple[str, ...]] = {}  # of a GPU's links, as last known, by PCI address
         self.xid_history = XidHistory(policy, state.xid_records, now.monotonic)
         self._reader = XidParser(self._bus_of)
         self._restore(state.lasting_findings)
@@ -142,12 +142,7 @@ class FindingAssessor:
         for bus_id, comparison in compared.items():
             self._apply_rules("gpu_peers", bus_id, comparison, "", now)
         self._dirty |= self._memory_errors.settle(now.monotonic)
-        self._far_ends = {
-            end: f"{gpu.pci_bus_id} link {link}"
-            for gpu in poll.gpus
-            for link, end in enumerate(gpu.nvlink_far_ends)
-            if end
-        }
+        self._far_ends |= {gpu.pci_bus_id: gpu.nvlink_far_ends for gpu in poll.gpus if any(gpu.nvlink_far_ends)}
         ports = {port.name: port.identity for port in poll.ports}
         self._forget_ports(self._ports.keys() - ports.keys())
         self._ports = ports
@@ -365,7 +360,8 @@ class FindingAssessor:
             for (rule, subject), finding in self._rule_findings.items()
         )
         of_lines = map(self._with_device, self.lines.findings)
-        gravest = gravest_by_key([*of_rules, *of_lines, *self.xid_history.findings(uuids, containment)])
+        of_xids = map(self._with_far_end, self.xid_history.findings(uuids, containment))
+        gravest = gravest_by_key([*of_rules, *of_lines, *of_xids])
         result = tuple(self._with_trace(finding, before.get(key)) for key, finding in sorted(gravest.items()))
         changed = result != self.findings
         self.findings = result
@@ -386,10 +382,33 @@ class FindingAssessor:
         ports = [name for name, identity in self._ports.items() if identity.get("pci_bus_id") == finding.subject]
         if ports:
             found["ports"] = ", ".join(ports)
-        links = finding.evidence.get("links", "").split(", ")
-        if gpus := [end for link in links if (end := self._far_ends.get(f"{address} link {link}"))]:
+        links = filter(None, finding.evidence.get("links", "").split(", "))
+        if gpus := [end for link in links if (end := self._near_end(f"{address} link {link}"))]:
             found["gpus"] = ", ".join(gpus)
         return msgspec.structs.replace(finding, evidence=finding.evidence | found) if found else finding
+
+    def _near_end(self, switch_link: str) -> str:
+        """Return the GPU and link at the other end of a switch's link, or nothing if it is unknown."""
+        return next(
+            (
+                _link_subject(bus_id, link)
+                for bus_id, ends in self._far_ends.items()
+                for link, end in enumerate(ends)
+                if end.partition(" ")[2] == switch_link
+            ),
+            "",
+        )
+
+    def _with_far_end(self, finding: Finding) -> Finding:
+        """Return the finding of an XID with the far end of the link that the XID names."""
+        link = finding.evidence.get("link", "")
+        ends = dict(enumerate(self._far_ends.get(finding.subject, ())))
+        end = ends.get(int(link)) if link.isdigit() else None
+        if not end:
+            return finding
+        return msgspec.structs.replace(
+            finding, message=f"{finding.message}; the link leads to {end}", evidence=finding.evidence | {"far_end": end}
+        )
 
     def _with_trace(self, finding: Finding, before: Finding | None) -> Finding:
         since = finding.since if before is None else before.since

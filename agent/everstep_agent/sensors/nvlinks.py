@@ -25,6 +25,10 @@ RAW_ERRORS_LANE_0, RAW_ERRORS_LANE_1, RAW_BER = 289, 290, 293
 REMOTE_LINK = 146
 """Numbers of nvml.h: NVML_FI_DEV_NVLINK_*."""
 
+SWITCH = "NVSwitch"
+FAR_DEVICES = {0: "GPU", 1: "CPU", 2: SWITCH}
+"""Devices at the other end of a link (nvml.h, nvmlIntNvLinkDeviceType_t); 1 is IBM's POWER9."""
+
 _COUNTERS = (
     *(REPLAYS, RECOVERIES, CRC_ERRORS),
     *PACKET_ERRORS,
@@ -90,11 +94,19 @@ def total(values: Iterable[int | None]) -> int | None:
 
 
 def _far_end(device: GpuDevice, link: int) -> str:
-    """Return the address and link at the other end, such as ``0000:c1:00 link 30``, or "" if NVML knows none."""
+    """Return the device and link at the other end, such as ``NVSwitch 0000:c1:00 link 30``; less if NVML knows less.
+
+    A switch that is no PCI device of this machine, as in a rack of NVL72, has no address.
+    """
+    kind = FAR_DEVICES.get(device.read("nvmlDeviceGetNvLinkRemoteDeviceType", link), "")
     pci = device.read("nvmlDeviceGetNvLinkRemotePciInfo", link)
     (remote_link,) = device.read_fields([(REMOTE_LINK, link)])
-    if pci is None:
-        return ""
-    bus_id = pci.busId.decode() if isinstance(pci.busId, bytes) else pci.busId
-    address = kernel_bus_id(bus_id) if bus_id.count(":") == 2 else ""
-    return f"{address} link {remote_link}" if address and remote_link is not None else address
+    address = "" if pci is None else _address(pci.busId)
+    where = f"link {remote_link}" if remote_link is not None and (kind or address) else ""
+    return " ".join(filter(None, (kind, address, where)))
+
+
+def _address(bus_id: str | bytes) -> str:
+    """Return NVML's address as in the kernel log; nothing for an unknown one, which is empty or all zeros."""
+    text = bus_id.decode() if isinstance(bus_id, bytes) else bus_id
+    return kernel_bus_id(text) if text.count(":") == 2 and set(text) - set("0:.") else ""

@@ -99,6 +99,7 @@ _MODES: dict[str, Callable[[VirtualGpu], tuple[int, int] | None]] = {
 """Calls of the form (handle, pointer to the current mode, pointer to the pending one)."""
 
 _ENERGY_FIELD = 83
+_REMOTE_LINK_FIELD = 146
 _FIELDS: dict[int, Callable[[VirtualGpu], int | None]] = {
     82: lambda gpu: gpu.memory_temperature_c,
     142: lambda gpu: gpu.remapped_corrected,
@@ -114,10 +115,10 @@ _FIELDS: dict[int, Callable[[VirtualGpu], int | None]] = {
 GOOD_LINK = VirtualLink()
 SWITCH_BUSES = ("05", "06", "07", "08")
 """PCI buses of the NVSwitches at the far end of the links."""
+PORTS_PER_GPU = 9
 
 _BOTH, _HOPPER, _BLACKWELL = (4, 5), (4,), (5,)
 _LINK_FIELDS: dict[int, tuple[tuple[int, ...], Callable[[VirtualLink], int]]] = {
-    146: (_BOTH, lambda link: 9),
     161: (_HOPPER, lambda link: link.errors),
     162: (_HOPPER, lambda link: link.recoveries),
     163: (_HOPPER, lambda link: 0),
@@ -232,6 +233,14 @@ class VirtualNvml:
             return INVALID_ARGUMENT
         if code == OK:
             result._obj.busId = f"00000000:{SWITCH_BUSES[link % len(SWITCH_BUSES)]}:00.0".encode()
+        return code
+
+    def nvmlDeviceGetNvLinkRemoteDeviceType(self, handle: Any, link: int, result: Any) -> int:  # noqa: N802
+        code, gpu = self._check_gpu(handle)
+        if code == OK and link >= gpu.nvlinks:
+            return INVALID_ARGUMENT
+        if code == OK:
+            result._obj.value = pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
         return code
 
     def nvmlDeviceGetComputeRunningProcesses_v3(self, handle: Any, count: Any, processes: Any) -> int:  # noqa: N802
@@ -363,7 +372,9 @@ class VirtualNvml:
             value.value.ullVal = self._energy_mj(gpu)
             value.valueType, value.nvmlReturn = pynvml.NVML_VALUE_TYPE_UNSIGNED_LONG_LONG, OK
             return
-        if value.fieldId in _LINK_FIELDS:
+        if value.fieldId == _REMOTE_LINK_FIELD:
+            known = self._remote_link(gpu, value.scopeId)
+        elif value.fieldId in _LINK_FIELDS:
             known = _link_field(gpu, value.fieldId, value.scopeId)
         else:
             number = _FIELDS.get(value.fieldId)
@@ -373,6 +384,11 @@ class VirtualNvml:
             return
         value.value.uiVal = known
         value.valueType, value.nvmlReturn = pynvml.NVML_VALUE_TYPE_UNSIGNED_INT, OK
+
+    def _remote_link(self, gpu: VirtualGpu, link: int) -> int | None:
+        """Return the switch's port at the far end of a link: each switch has ``PORTS_PER_GPU`` of them for each GPU."""
+        port = self._machine.gpus.index(gpu) * PORTS_PER_GPU + link // len(SWITCH_BUSES)
+        return port if link < gpu.nvlinks else None
 
     def _energy_mj(self, gpu: VirtualGpu) -> int:
         energy = int(max(0.0, self._clock.wall() - (gpu.reset_at or ENERGY_EPOCH)) * ENERGY_W * 1000)

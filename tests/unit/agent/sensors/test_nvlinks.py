@@ -50,7 +50,7 @@ def test_counters_of_blackwell_take_the_place_of_the_old(machine: VirtualMachine
         symbol_ber=rate,
         raw_ber=rate,
         repaired_symbols=6,
-        far_end="0000:08:00 link 9",
+        far_end="NVSwitch 0000:08:00 link 1",
     )
     assert sample.links[6].errors == 0
 
@@ -121,3 +121,27 @@ def test_failed_recovery_of_a_link_lasts_until_the_reset() -> None:
     later.clock.advance(100.0)  # the energy counter goes on
     assert later.polls(20, linked(failures=1)) == {f"gpu.nvlink/{BUS}"}
     assert later.polls(1, msgspec.structs.replace(linked(), energy_j=0.5)) == set()
+
+
+def test_errors_on_a_link_name_both_of_its_ends(machine: VirtualMachine) -> None:
+    judge = TimedAssessor()
+    judge.polls(1, *GpuSensor(slow_every=1, set_activity=lambda activity: None).poll())
+    judge.lines("nvidia-nvswitch3: SXid (PCI:0000:08:00.0): 24007, Fatal, Link 19 sourcetrack timeout error (First)")
+    (switch,) = judge.assessor.findings
+    assert switch.evidence["gpus"] == "0000:52:00 link 7"
+    other = TimedAssessor()
+    other.polls(1, *GpuSensor(slow_every=1, set_activity=lambda activity: None).poll())
+    other.polls(1, gpu(lost=True))  # a GPU that falls off the bus keeps its far ends
+    nvlink = "NVLink: fatal error detected on link 14(0x0, 0x0, 0x10000, 0x0, 0x0, 0x0, 0x0)"
+    other.lines(f"NVRM: Xid (PCI:{BUS}): 74, pid=1, name=python, {nvlink}")
+    xid = next(finding for finding in other.assessor.findings if finding.xid == 74)
+    assert xid.evidence["far_end"] == "NVSwitch 0000:07:00 link 3"
+    assert "on link 14" in xid.message
+    assert xid.message.endswith(f"GPU {BUS}; the link leads to NVSwitch 0000:07:00 link 3")
+
+
+def test_far_end_without_an_address_is_named_by_its_kind(machine: VirtualMachine, control: Control) -> None:
+    unknown = {"nvmlDeviceGetNvLinkRemotePciInfo_v2": {"error": 3}}
+    assert sample_of(machine, control, calls=unknown).nvlink_far_ends[7] == "NVSwitch link 1"
+    unknown |= {"nvmlDeviceGetNvLinkRemoteDeviceType": {"error": 3}}
+    assert not any(sample_of(machine, control, calls=unknown).nvlink_far_ends)
