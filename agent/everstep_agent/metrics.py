@@ -35,7 +35,14 @@ from everstep.log_lines import LogThrottle
 from everstep.vocabulary import Finding, Severity
 from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.local import StatisticsAnswer
-from everstep_agent.drivers.samples import THROTTLE_REASONS, GpuSample, LinkSample, PortPresence, PortSample
+from everstep_agent.drivers.samples import (
+    THROTTLE_REASONS,
+    GpuSample,
+    LinkSample,
+    NodeFabricSample,
+    PortPresence,
+    PortSample,
+)
 from everstep_agent.sensors.sensor_messages import SensorReport
 
 MIB = 1 << 20
@@ -124,6 +131,9 @@ _GPU = (
     _Gauge("nvlinks", "Number of NVLinks.", "nvlinks"),
     _Gauge("nvlinks_down", "NVLinks that are down.", "nvlinks_down"),
     _Gauge("nvlink_errors", "NVLink errors.", "nvlink_errors", True),
+    _Gauge("nvlink_fabric_state", "0: no NVLink fabric, 1: not started, 2: joining, 3: joined.", "fabric_state"),
+    _Gauge("c2c_links", "Links to the CPU that were ever active.", "c2c_links"),
+    _Gauge("c2c_links_down", "Links to the CPU that fell.", "c2c_links_down"),
     _Gauge("processes", "Compute processes on the GPU.", "processes"),
     _Gauge("graphics_processes", "Graphics processes on the GPU.", "graphics_processes"),
 )
@@ -208,6 +218,7 @@ def _agent_families(m: AgentMetrics) -> Iterator[Metric]:
         ("connections", "Connected launchers and ranks.", m.connections),
         ("jobs", "Jobs known on the node.", m.jobs),
         ("sensor_poll_seconds", "Duration of the newest sensor poll.", None if report is None else report.poll.poll_s),
+        *_fabric_gauges(report),
         ("sensor_polled_at_seconds", polled_help, None if report is None else report.polled_at),
         ("policy_loaded_at_seconds", loaded_help, None if report is None else report.policy_loaded_at),
         ("policy_current", current_help, None if report is None else report.is_policy_current),
@@ -224,6 +235,7 @@ def _agent_families(m: AgentMetrics) -> Iterator[Metric]:
     by_kind = Counter(str(finding.kind) for finding in m.findings)
     lines = {} if report is None else report.line_counts
     lines_help = "Lines of the kernel log that a rule knows, by rule; sxid: errors of NVSwitches."
+    unwatched = {} if report is None else {each.vendor: each.unwatched for each in report.poll.other_gpus}
     memory = {name: size for name, pid in m.processes.items() if (size := resident_bytes(pid)) is not None}
     interval_help = "Steps between snapshots of a job's ranks; 0: only commit candidates are stored."
     memory_help = "Resident memory of the agent's processes."
@@ -234,6 +246,7 @@ def _agent_families(m: AgentMetrics) -> Iterator[Metric]:
         (GaugeMetricFamily, "snapshot_interval_steps", interval_help, "run", m.snapshot_interval_steps),
         (GaugeMetricFamily, "findings", "Active findings, by severity.", "severity", by_severity),
         (GaugeMetricFamily, "findings_by_kind", "Active findings, by kind.", "kind", by_kind),
+        (GaugeMetricFamily, "unwatched_gpus", "GPUs of other vendors than NVIDIA.", "vendor", unwatched),
         (CounterMetricFamily, "kernel_lines", lines_help, "rule", lines),
         (GaugeMetricFamily, "resident_memory_bytes", memory_help, "process", memory),
         (CounterMetricFamily, "local_events", events_help, "event", m.local_event_counts),
@@ -254,6 +267,15 @@ def _agent_families(m: AgentMetrics) -> Iterator[Metric]:
     )
     outcomes = (((m.node, *key), count) for key, count in m.requests.items())
     yield _family(CounterMetricFamily, "agent_requests", requests_help, ("node", "request", "outcome"), outcomes)
+
+
+def _fabric_gauges(report: SensorReport | None) -> Iterator[tuple[str, str, float | None]]:
+    """Yield the names, help texts and values of the NVLink fabric of the node."""
+    fabric = NodeFabricSample() if report is None else report.poll.fabric
+    manager = fabric.manager_running if fabric.switches else None
+    yield "nvswitches", "NVSwitches on the PCI bus that the NVIDIA driver holds.", fabric.switches
+    yield "fabric_manager_up", "1 while the Fabric Manager of these NVSwitches runs.", manager
+    yield "unreachable_gpu_pairs", "Pairs of GPUs that do not reach each other over NVLink.", fabric.unreachable_pairs
 
 
 def _vault_families(m: AgentMetrics) -> Iterator[Metric]:

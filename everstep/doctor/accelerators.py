@@ -8,7 +8,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -97,6 +97,13 @@ def check_driver(driver: DriverFacts) -> Iterator[CheckResult]:
         )
     else:
         yield ok("GPU driver", "no NVIDIA GPU: ranks train on the CPU")
+
+
+def check_other_gpus(gpus: Mapping[str, int]) -> Iterator[CheckResult]:
+    """Warn of the GPUs by vendor that no agent watches."""
+    for vendor, count in gpus.items():
+        sentence = f"GPUs of {vendor} are not watched: this machine has {count}, whose faults nobody reports"
+        yield warn(f"GPUs of {vendor}", sentence)
 
 
 def check_torch(torch: TorchFacts, driver: DriverFacts) -> Iterator[CheckResult]:

@@ -207,6 +207,14 @@ class GpuDevice:
         """Return NVML's structure of SRAM errors (nvmlEccSramErrorStatus_t), or None if unknown."""
         return self.attempt(_SRAM_STATUS, lambda: _sram_status(self.handle))
 
+    def fabric_info(self) -> Any:
+        """Return NVML's struct about the NVLink fabric, without a health mask from older drivers; None if unknown."""
+        info = self.attempt(_FABRIC_INFO, lambda: _fabric_info(_FABRIC_INFO, "c_nvmlGpuFabricInfo_v2_t", self.handle))
+        if (_FABRIC_INFO, ()) not in self._unsupported:
+            return info
+        older = _FABRIC_INFO.removesuffix("V")
+        return self.attempt(older, lambda: _fabric_info(older, "c_nvmlGpuFabricInfo_t", self.handle))
+
     def retired_pages(self) -> int | None:
         """Return the pages retired for either cause (before Ampere), or None if unknown."""
         pages = [self.read("nvmlDeviceGetRetiredPages_v2", cause) for cause in _RETIREMENT_CAUSES]
@@ -214,6 +222,7 @@ class GpuDevice:
 
 
 _SRAM_STATUS = "nvmlDeviceGetSramEccErrorStatus"
+_FABRIC_INFO = "nvmlDeviceGetGpuFabricInfoV"
 _RETIREMENT_CAUSES = (0, 1)
 """Several correctable errors, or one uncorrectable one (nvml.h, nvmlPageRetirementCause_t)."""
 
@@ -226,6 +235,15 @@ def _sram_status(handle: Any) -> Any:
     # pynvml's wrapper passes the struct by value, so its result is lost
     call(_SRAM_STATUS, handle, byref(status))
     return status
+
+
+def _fabric_info(name: str, struct: str, handle: Any) -> Any:
+    kind = getattr(pynvml, struct, None)
+    if kind is None:
+        raise NvmlError(name, FUNCTION_NOT_FOUND)
+    info = kind()
+    call(name, handle, byref(info))
+    return info
 
 
 def _text(value: str | bytes | None) -> str:

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 
 import msgspec
 
@@ -56,6 +56,114 @@ class LinkSample(Sample, frozen=True, kw_only=True):
     raw_ber: float | None = None
     repaired_symbols: int | None = None  # most symbols that forward error correction repaired in one block
     far_end: str = ""  # "NVSwitch 0000:c1:00 link 30", or less if NVML knows less
+
+
+class FabricState(IntEnum):
+    """How far a GPU has come in joining its NVLink fabric (nvml.h, NVML_GPU_FABRIC_STATE_*)."""
+
+    NOT_SUPPORTED = 0
+    NOT_STARTED = 1
+    IN_PROGRESS = 2
+    COMPLETED = 3
+
+
+MISCONFIGURATIONS = {
+    2: "wrong system GUID",
+    3: "wrong serial number of the chassis",
+    5: "too few NVLinks",
+    6: "firmware of the GPU that does not fit",
+    7: "invalid location",
+    8: "invalid state of the GPU",
+}
+"""What is wrong in a fabric's configuration (nvml.h, NVML_GPU_FABRIC_HEALTH_MASK_INCORRECT_CONFIGURATION_*)."""
+NO_PARTITION = 4
+"""The same value's number for a GPU that an administrator has put into no partition."""
+
+
+class FabricSample(Sample, frozen=True, kw_only=True):
+    """One GPU's part in the NVLink fabric. Flags are 1 for yes and 0 for no."""
+
+    state: int
+    status: int | None = None  # how joining ended, as an NVML error; 0 is good
+    clique: int | None = None  # GPUs of one cluster and clique reach each other
+    cluster: str = ""
+    has_switch_links: bool = False  # whether links that are up lead to NVSwitches
+    degraded_bandwidth: int | None = None
+    route_recovery: int | None = None  # routes are being recovered
+    route_unhealthy: int | None = None
+    access_timeout_recovery: int | None = None  # the GPU recovers from accesses that timed out
+    incorrect_configuration: int | None = None  # 1 for none; see ``MISCONFIGURATIONS`` and ``NO_PARTITION``
+    partition_assigned: int | None = None
+    manager_disconnected: int | None = None  # the manager of a whole rack's fabric
+
+    @property
+    def is_joined(self) -> bool:
+        return self.state == FabricState.COMPLETED and not self.status
+
+    @property
+    def not_joined(self) -> int | None:
+        """1 if links lead to NVSwitches and the GPU has not joined; None without a fabric, as for a single GPU."""
+        if self.state == FabricState.NOT_SUPPORTED or not self.has_switch_links:
+            return None
+        return int(self.state != FabricState.COMPLETED)
+
+    @property
+    def join_failed(self) -> int | None:
+        return None if self.status is None else int(self.status != 0)
+
+    @property
+    def misconfigured(self) -> int | None:
+        return None if self.incorrect_configuration is None else int(self.incorrect_configuration in MISCONFIGURATIONS)
+
+    @property
+    def unpartitioned(self) -> int | None:
+        if self.incorrect_configuration is None and self.partition_assigned is None:
+            return None
+        return int(self.incorrect_configuration == NO_PARTITION or self.partition_assigned == 0)
+
+    @property
+    def detail(self) -> str:
+        """The state and the misconfiguration in words."""
+        names = {state.value: state.name.lower().replace("_", " ") for state in FabricState}
+        words = [f"state {names.get(self.state, str(self.state))}"]
+        words += [f"NVML error {self.status}"] if self.status else []
+        words += [MISCONFIGURATIONS[self.incorrect_configuration or 0]] if self.misconfigured else []
+        return ", ".join(words)
+
+
+class PeerSample(Sample, frozen=True, kw_only=True):
+    """Whether a GPU reaches another one by peer-to-peer access over NVLink. ``status`` is NVML's; 0 is good."""
+
+    pci_bus_id: str
+    status: int
+
+
+class NodeFabricSample(Sample, frozen=True, kw_only=True):
+    """The NVLink fabric of the node as a whole."""
+
+    switches: int | None = None  # NVSwitches on the PCI bus that the NVIDIA driver holds
+    manager_running: bool | None = None  # the Fabric Manager; None if the host's processes cannot be seen
+    imex_wanted: bool = False  # a domain is configured, its service is enabled and processes use GPUs
+    imex_running: bool | None = None
+    domains: int | None = None  # different fabrics and cliques that the node's GPUs have joined
+    unreachable_pairs: int | None = None  # pairs of GPUs that do not reach each other while most do
+    detail: str = ""  # which ones
+
+    @property
+    def manager_missing(self) -> int | None:
+        """1 if there are NVSwitches and no Fabric Manager; None if unknown, and without switches of its own."""
+        return None if not self.switches or self.manager_running is None else int(not self.manager_running)
+
+    @property
+    def imex_missing(self) -> int | None:
+        return None if self.imex_running is None else int(self.imex_wanted and not self.imex_running)
+
+
+class OtherGpusSample(Sample, frozen=True, kw_only=True):
+    """The GPUs of a vendor that the agent cannot watch."""
+
+    vendor: str
+    unwatched: int
 
 
 class GpuSample(Sample, frozen=True, kw_only=True):
@@ -126,6 +234,10 @@ class GpuSample(Sample, frozen=True, kw_only=True):
     links: tuple[LinkSample, ...] = ()
     links_are_new: bool = False  # whether the links were read at this poll
     nvlink_far_ends: tuple[str, ...] = ()  # by link: as ``LinkSample.far_end``, "" if unknown
+    fabric: FabricSample | None = None
+    c2c_links: int | None = None  # links to the CPU (NVLink-C2C) that were ever active
+    c2c_links_down: int | None = None
+    peers: tuple[PeerSample, ...] = ()  # the node's other GPUs, as far as NVML answers
     processes: int | None = None  # that compute
     graphics_processes: int | None = None
     sees_all_processes: bool = False  # whether no container hides processes from the agent
@@ -133,6 +245,10 @@ class GpuSample(Sample, frozen=True, kw_only=True):
     @property
     def is_lost(self) -> int:
         return int(self.lost)
+
+    @property
+    def fabric_state(self) -> int | None:
+        return None if self.fabric is None else self.fabric.state
 
     @property
     def unreadable(self) -> int:

@@ -28,6 +28,7 @@ CURABLE_NVML_ERRORS = (DRIVER_NOT_LOADED, LIBRARY_NOT_FOUND, LIBRARY_MISMATCH)
 SENSOR_SUBJECT = "nvml"
 HOST_SUBJECT = "host"
 PORT_SCOPES = ("port", "counter")
+FABRIC_SUBJECT = "nvlink-fabric"
 UNCORRECTED_METRIC = "gpu.ecc_uncorrected"
 """The count whose rise XIDs 94 and 95 explain."""
 
@@ -138,9 +139,14 @@ class FindingAssessor:
             self._apply_rules("gpu", gpu.pci_bus_id, gpu, gpu.error or gpu.failures, now)
             for link in gpu.links if gpu.links_are_new else ():
                 self._apply_rules("link", _link_subject(gpu.pci_bus_id, link.link), link, "", now)
+            if gpu.fabric is not None and gpu.links_are_new:
+                self._apply_rules("fabric", gpu.pci_bus_id, gpu.fabric, gpu.fabric.detail, now)
         compared = compare_gpus(poll.gpus, {gpu.uuid: gpu.name for gpu in poll.known_gpus})
         for bus_id, comparison in compared.items():
             self._apply_rules("gpu_peers", bus_id, comparison, "", now)
+        self._apply_rules("node_fabric", FABRIC_SUBJECT, poll.fabric, poll.fabric.detail, now)
+        for other in poll.other_gpus:
+            self._apply_rules("vendor", other.vendor, other, "", now)
         self._dirty |= self._memory_errors.settle(now.monotonic)
         self._far_ends |= {gpu.pci_bus_id: gpu.nvlink_far_ends for gpu in poll.gpus if any(gpu.nvlink_far_ends)}
         ports = {port.name: port.identity for port in poll.ports}

@@ -28,10 +28,13 @@ from everstep.errors import ConfigurationError
 from everstep.settings import find_line, load_table, read_text, suggest
 from everstep.vocabulary import Action, Finding, FindingKind, Mode, Severity
 from everstep_agent.drivers.samples import (
+    FabricSample,
     GpuComparison,
     GpuSample,
     HostSample,
     LinkSample,
+    NodeFabricSample,
+    OtherGpusSample,
     PathSample,
     PortCounts,
     PortSample,
@@ -46,6 +49,9 @@ SCOPES: dict[str, type[msgspec.Struct]] = {
     "gpu": GpuSample,
     "gpu_peers": GpuComparison,
     "link": LinkSample,
+    "fabric": FabricSample,
+    "node_fabric": NodeFabricSample,
+    "vendor": OtherGpusSample,
     "port": PortSample,
     "counter": PortCounts,
     "path": PathSample,

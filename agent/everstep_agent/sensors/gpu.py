@@ -12,8 +12,9 @@ from everstep.wire.v1.agent import Gpu
 from everstep_agent.drivers import nvml
 from everstep_agent.drivers.nvml import GpuDevice, Nvml, NvmlError, Outcome
 from everstep_agent.drivers.pci_gpus import PciGpu
-from everstep_agent.drivers.samples import GpuSample, LinkSample, XidEvent
+from everstep_agent.drivers.samples import GpuSample, LinkSample, PeerSample, XidEvent
 from everstep_agent.drivers.sysfs import PcieLimit
+from everstep_agent.sensors.fabric import PEERS_EVERY, GpuFabric, read_peers
 from everstep_agent.sensors.nvlinks import NvLinks, total
 
 REOPEN_EVERY = 10
@@ -44,6 +45,8 @@ class OpenGpu:
     identified: Outcome  # how the calls for the identity ended
     slow_values: dict[str, Any] | None = None
     slow_outcome: Outcome = field(default_factory=Outcome)
+    slow_readings: int = 0
+    peers: tuple[PeerSample, ...] = ()
 
 
 @dataclass(eq=False)
@@ -68,6 +71,7 @@ class GpuSensor:
     _open: dict[str, OpenGpu] = field(default_factory=dict)
     _absent: dict[str, Absence] = field(default_factory=dict)
     _links: dict[str, NvLinks] = field(default_factory=dict)
+    _fabrics: dict[str, GpuFabric] = field(default_factory=dict)
 
     def poll(self) -> tuple[GpuSample, ...]:
         """Return one sample for each GPU that is known or cannot be identified."""
@@ -290,9 +294,16 @@ class GpuSensor:
             again = gpu.device.identify(gpu.identity.index)
             gpu.identity = self.known_gpus[bus_id] = _merged(again, gpu.identity, bus_id)
         gpu.slow_outcome = gpu.device.start_pass()
-        links = self._links.setdefault(gpu.identity.uuid or bus_id, NvLinks())
+        name = gpu.identity.uuid or bus_id
         slow = _read_slow_values(gpu.device, self._limits.get(bus_id, NO_PCIE_LIMIT))
-        gpu.slow_values = slow | _link_values(links.read(gpu.device))
+        links = self._links.setdefault(name, NvLinks()).read(gpu.device)
+        fabric = self._fabrics.setdefault(name, GpuFabric()).read(gpu.device, links)
+        if gpu.slow_readings % PEERS_EVERY == 0:
+            others = {other_id: other.device for other_id, other in self._open.items() if other is not gpu}
+            # A GPU that is divided by MIG has no peers.
+            gpu.peers = () if slow["mig_mode"] else read_peers(gpu.device, others)
+        gpu.slow_readings += 1
+        gpu.slow_values = slow | _link_values(links) | fabric | {"peers": gpu.peers}
 
 
 def _look_at(index: int, handle: Any) -> OpenGpu | Absence:

@@ -24,12 +24,14 @@ if "ctypes.util" not in sys.modules:
     sys.modules["ctypes.util"].find_library = lambda name: None  # type: ignore[attr-defined]
 
 from everstep.host.parent_process import die_with_parent
+from everstep.host.pci_devices import other_gpus
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.framing import FrameDecoder, encode_frame
 from everstep_agent.drivers import sysfs
 from everstep_agent.drivers.inventory import read_inventory
 from everstep_agent.drivers.pci_gpus import PciGpu, pci_gpus
-from everstep_agent.drivers.samples import InventorySample
+from everstep_agent.drivers.samples import InventorySample, OtherGpusSample
+from everstep_agent.sensors.fabric import NodeFabricSensor
 from everstep_agent.sensors.gpu import GpuSensor
 from everstep_agent.sensors.gpu_watch import GpuWatch
 from everstep_agent.sensors.host import HostSensor, PathSensor
@@ -37,7 +39,7 @@ from everstep_agent.sensors.network import NetworkSensor
 from everstep_agent.sensors.sensor_messages import ACTIVITY_BYTES, PollResult, SensorConfig
 from everstep_agent.virtual.scenario import VirtualMachine
 
-DEV = Path("/dev")
+DEV, ETC = Path("/dev"), Path("/etc")
 PCI_EVERY = 60
 """Polls between looks at the PCI bus, which has hundreds of files."""
 
@@ -55,6 +57,7 @@ class NodeSensors:
         self._watch = GpuWatch(self._gpu, SYSTEM_CLOCK, config.hang_timeout_s, config.start_timeout_s)
         self._machine: VirtualMachine | None = None
         self._sysfs, self._proc = Path(config.sysfs_root), Path(config.proc_root)
+        etc, dev = ETC, DEV
         if config.scenario is not None:
             from everstep_agent.virtual import machine_tree, virtual_nvml  # a real node never needs them
 
@@ -63,12 +66,15 @@ class NodeSensors:
             self._tree = machine_tree.MachineTree(Path(config.machine_folder))
             self._tree.update(self._machine)
             self._sysfs, self._proc = self._tree.sys, self._tree.proc
+            etc, dev = self._tree.etc, self._tree.dev
         self._gpu.sees_all_processes = sysfs.is_host_pid_namespace(self._proc)
         self._polls = 0
         self._hold_file = config.hold_file
         self._network = NetworkSensor(self._sysfs, self._proc)
         self._host = HostSensor(self._proc)
         self._host_id = sysfs.host_identity(self._sysfs, self._proc)
+        self._fabric = NodeFabricSensor(self._sysfs, self._proc, etc, dev)
+        self._other_gpus: dict[str, int] = {}
         self._paths = PathSensor(config.disk_paths, self._proc, SYSTEM_CLOCK)
         self._inventory = InventorySample()
 
@@ -85,16 +91,20 @@ class NodeSensors:
         self._set_activity("gpus")
         held_s = self._held_s()
         gpus = self._watch.poll() if held_s is None else self._watch.let_go()
+        around = self._poll_machine()
+        if self._polls % PCI_EVERY == 0:
+            self._other_gpus = dict.fromkeys(self._other_gpus, 0) | other_gpus(self._sysfs)
         self._polls += 1
         if self._polls % PCI_EVERY == 0:
             self._gpu.check_bus()
         on_bus = self._gpu.bus
-        around = self._poll_machine()
         return msgspec.structs.replace(
             around,
             driver_version=self._gpu.driver_version,
             known_gpus=self._watch.known_gpus,
             gpus=gpus,
+            fabric=self._fabric.poll(gpus),
+            other_gpus=tuple(OtherGpusSample(vendor=name, unwatched=n) for name, n in self._other_gpus.items()),
             nvml_held_s=held_s,
             nvml_is_open=self._gpu.is_open,
             nvml_busy_with=self._watch.busy_with,

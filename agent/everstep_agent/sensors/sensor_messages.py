@@ -10,6 +10,8 @@ from everstep_agent.drivers.samples import (
     GpuSample,
     HostSample,
     InventorySample,
+    NodeFabricSample,
+    OtherGpusSample,
     PathSample,
     PortSample,
     Sample,
@@ -59,6 +61,8 @@ class PollResult(Sample, frozen=True, kw_only=True):
     pci_gpu_count: int | None = None  # number of GPUs on the PCI bus that NVML should list to this process
     pci_gpus_unbound: int = 0  # number of GPUs there without a kernel driver
     pci_gpus_hidden: int = 0  # number of GPUs there that this process may not see
+    fabric: NodeFabricSample = NodeFabricSample()
+    other_gpus: tuple[OtherGpusSample, ...] = ()  # of every vendor that was seen since this child began
     nvml_busy_with: str = ""  # the work on NVML as a whole that has not ended, such as its initialization
     nvml_hung_s: float = 0.0  # seconds that this work takes longer than it may
     nvml_held_s: float | None = None  # seconds since a person or a program ordered NVML to be let go

@@ -10,14 +10,24 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from everstep_agent.drivers.fabric_services import FABRIC_MANAGER, IMEX, KERNEL_THREADS, KERNEL_THREADS_PID
 from everstep_agent.drivers.ports import EFA_DRIVER
-from everstep_agent.virtual.scenario import COUNTER_FOLDERS, VirtualGpu, VirtualHost, VirtualMachine, VirtualPort
+from everstep_agent.virtual.scenario import (
+    COUNTER_FOLDERS,
+    SWITCH_BUSES,
+    VirtualFabric,
+    VirtualGpu,
+    VirtualHost,
+    VirtualMachine,
+    VirtualPort,
+)
 
 _GPU_FILES = {"vendor": "0x10de", "class": "0x030200", "numa_node": "0"}
 _NIC_FILES = {"vendor": "0x15b3", "class": "0x020000", "numa_node": "0"}
 _PHYS_STATES = {"Sleep": 1, "Polling": 2, "Disabled": 3, "LinkUp": 5}
 """Numbers of InfiniBand's physical port states, as in the kernel's ``phys_state``."""
 _FIRST_PID = 1000
+_MANAGER_PID, _IMEX_PID = 900, 901
 _USB_PARENT = "pci0000:00/0000:00:14.0/usb1"
 
 Entries = dict[str, str]
@@ -27,35 +37,39 @@ _TEXT_LINK = "=> "
 """The same for a target that is not a file, as those of namespaces."""
 
 
+ROOTS = ("sys", "proc", "etc", "dev")
+
+
 def remove_tree(folder: Path) -> None:
     """Remove a tree that an earlier process wrote, and the folder if nothing else is in it."""
-    for root in (folder / "sys", folder / "proc"):
+    for root in (folder / name for name in ROOTS):
         shutil.rmtree(root, ignore_errors=True)
     with contextlib.suppress(OSError):
         folder.rmdir()
 
 
 class MachineTree:
-    """The tree in ``sys`` and ``proc`` below an absolute ``folder``. What is in these two already is removed."""
+    """The tree in ``ROOTS`` below an absolute ``folder``. What is in these already is removed."""
 
     def __init__(self, folder: Path) -> None:
         """Make the folders. Raises OSError, ValueError."""
         if not folder.is_absolute():  # an empty path would be the current folder
             raise ValueError(f"the virtual machine's folder {str(folder)!r} is not an absolute path")
         self._folder = folder
-        self.sys, self.proc = folder / "sys", folder / "proc"
+        self.sys, self.proc, self.etc, self.dev = (folder / name for name in ROOTS)
         self._written: Entries = {}
         self._state: object = None
         remove_tree(folder)
-        for root in (self.sys, self.proc):
+        for root in (self.sys, self.proc, self.etc, self.dev):
             root.mkdir(parents=True)
 
     def update(self, machine: VirtualMachine) -> None:
         """Write what has changed, as the kernel does. Raises OSError."""
-        state = (machine.boot_id, machine.host, machine.ports, machine.gpus)
+        state = (machine.boot_id, machine.host, machine.ports, machine.gpus, machine.fabric)
         if state == self._state:
             return
         wanted = dict(_host_entries(machine.host, machine.boot_id)) | dict(_device_entries(machine))
+        wanted |= dict(_fabric_entries(machine))
         for name in self._written.keys() - wanted.keys():
             self._remove(self._folder / name)
         for name, text in wanted.items():
@@ -76,7 +90,7 @@ class MachineTree:
         """Remove the entry, and the folders that it leaves empty."""
         path.unlink()
         for folder in path.parents:
-            if folder in (self.sys, self.proc) or any(folder.iterdir()):
+            if folder.parent == self._folder or any(folder.iterdir()):
                 return
             folder.rmdir()
 
@@ -137,6 +151,40 @@ def _pci_entries(place: str, driver: str, files: Entries) -> Iterator[tuple[str,
     yield f"{device}/driver", f"{_LINK}sys/bus/pci/drivers/{driver}"
     yield f"sys/bus/pci/drivers/{driver}/bind", ""
     yield f"sys/bus/pci/devices/{place.rpartition('/')[2]}", f"{_LINK}{device}"
+
+
+def _fabric_entries(machine: VirtualMachine) -> Iterator[tuple[str, str]]:
+    """Yield NVSwitches, the programs that manage the fabric, and GPUs of other vendors."""
+    fabric = machine.fabric
+    has_links = any(gpu.nvlinks for gpu in machine.gpus)
+    for bus in SWITCH_BUSES[: fabric.switches] if has_links else ():
+        files = {"vendor": "0x10de", "class": "0x068000"}
+        yield from _pci_entries(f"pci0000:{bus}/0000:{bus}:00.0", fabric.switch_driver, files)
+    for index, device in enumerate(fabric.other_gpus):
+        files = {"vendor": device.vendor, "class": device.kind}
+        if device.memory_bytes is not None:
+            files["mem_info_vram_total"] = str(device.memory_bytes)
+        yield from _pci_entries(f"pci0000:e{index:x}/{device.address}", device.driver, files)
+    processes = {
+        KERNEL_THREADS_PID: KERNEL_THREADS if fabric.host_processes else "",
+        _MANAGER_PID: FABRIC_MANAGER if fabric.manager and has_links else "",
+        _IMEX_PID: IMEX if fabric.imex else "",
+    }
+    for pid, name in processes.items():
+        if name and fabric.host_processes:
+            yield f"proc/{pid}/comm", name
+    yield from _imex_entries(fabric)
+
+
+def _imex_entries(fabric: VirtualFabric) -> Iterator[tuple[str, str]]:
+    if fabric.imex_nodes:
+        yield "etc/nvidia-imex/nodes_config.cfg", "\n".join(["# nodes of the domain", *fabric.imex_nodes])
+    if fabric.imex_enabled:
+        unit = "etc/systemd/system/nvidia-imex.service"
+        yield unit, "[Service]"
+        yield "etc/systemd/system/multi-user.target.wants/nvidia-imex.service", f"{_LINK}{unit}"
+    for number in range(fabric.imex_channels):
+        yield f"dev/nvidia-caps-imex-channels/channel{number}", ""
 
 
 def _infiniband(name: str, port: VirtualPort, device: str) -> Iterator[tuple[str, str]]:

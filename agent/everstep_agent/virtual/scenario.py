@@ -21,6 +21,8 @@ from everstep_agent.drivers.samples import PathSample
 
 DGX_BUS_IDS = ("1b:00", "43:00", "52:00", "61:00", "9d:00", "c3:00", "d1:00", "df:00")
 """PCI bus addresses of the eight GPUs of a DGX H100."""
+SWITCH_BUSES = ("05", "06", "07", "08")
+"""PCI buses of its NVSwitches, at the far end of the links."""
 
 S = TypeVar("S", bound=msgspec.Struct)
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
@@ -50,6 +52,10 @@ class VirtualLink(StrictScenarioStruct, frozen=True, kw_only=True):
     raw_errors: int = 0
     ber: tuple[int, int] = (1, -20)
     repaired_symbols: Annotated[int, msgspec.Meta(ge=0, le=15)] = 0
+
+
+FABRIC_HEALTHY = 2 | 2 << 2 | 2 << 4 | 2 << 6 | 1 << 8
+"""A health mask of the fabric without faults: no to four flags, and no incorrect configuration (nvml.h)."""
 
 
 class VirtualGpu(StrictScenarioStruct, frozen=True, kw_only=True):
@@ -119,6 +125,14 @@ class VirtualGpu(StrictScenarioStruct, frozen=True, kw_only=True):
     nvlink_errors: int = 0  # of link 0
     nvlink_recovery_failures: int = 0  # of link 0
     links: dict[str, VirtualLink] = {}  # what single links count, by number
+    nvlink_far_device: int = 2  # 0: the links lead to GPUs; 2: to NVSwitches
+    fabric_state: int | None = 3  # 0 not supported, 1 not started, 2 in progress, 3 completed
+    fabric_status: int = 0  # NVML error with which joining the fabric ended
+    fabric_clique: int = 0
+    fabric_health: int = FABRIC_HEALTHY  # NVML's health mask
+    c2c_links: int = 0
+    c2c_links_down: int = 0
+    unreachable_gpus: tuple[int, ...] = ()  # indices of GPUs that this one does not reach over NVLink
     processes: int = 0
     graphics_processes: int = 0
 
@@ -166,6 +180,16 @@ COUNTER_FOLDERS = {
 """Folder of each counter below the port's, by kind of port."""
 
 
+class VirtualPciDevice(StrictScenarioStruct, frozen=True, kw_only=True):
+    """A graphics device or accelerator of another vendor than NVIDIA."""
+
+    address: str
+    vendor: str = "0x1002"
+    kind: str = "0x120000"  # its PCI class
+    driver: str = "amdgpu"
+    memory_bytes: int | None = None  # as amdgpu shows it
+
+
 class VirtualHost(StrictScenarioStruct, frozen=True, kw_only=True):
     """The machine around the GPUs."""
 
@@ -186,6 +210,20 @@ class VirtualHost(StrictScenarioStruct, frozen=True, kw_only=True):
     mount_silent_s: float = 0.0
 
 
+class VirtualFabric(StrictScenarioStruct, frozen=True, kw_only=True):
+    """The NVLink fabric around the GPUs, and GPUs of other vendors."""
+
+    switches: int = 4  # NVSwitches on the PCI bus, if the GPUs have NVLinks
+    switch_driver: str = "nvidia-nvswitch"
+    manager: bool = True  # whether the Fabric Manager runs
+    host_processes: bool = True  # whether the agent sees the host's processes
+    imex_nodes: tuple[str, ...] = ()  # addresses in nodes_config.cfg
+    imex_enabled: bool = False  # whether systemd starts nvidia-imex
+    imex_channels: int = 0
+    imex: bool = False  # whether nvidia-imex runs
+    other_gpus: tuple[VirtualPciDevice, ...] = ()
+
+
 class Scenario(StrictScenarioStruct, frozen=True, kw_only=True):
     """A virtual machine. ``nvml_error`` is the result of opening NVML (12: no library, 9: driver not loaded)."""
 
@@ -196,13 +234,14 @@ class Scenario(StrictScenarioStruct, frozen=True, kw_only=True):
     gpu: tuple[VirtualGpu, ...] = ()
     port: dict[str, VirtualPort] = {}
     host: VirtualHost = VirtualHost()
+    fabric: VirtualFabric = VirtualFabric()
 
 
 class ScenarioControl(StrictScenarioStruct, frozen=True, kw_only=True):
     """The control file (JSON, replaced atomically): the current differences from the scenario.
 
-    ``gpus``, ``ports`` and ``host`` hold only the keys that differ, GPUs by index. ``kernel_lines`` are lines of the
-    kernel log; lines beyond the number already emitted are emitted. Omitted keys are as in the scenario.
+    ``gpus``, ``ports``, ``host`` and ``fabric`` hold only the keys that differ, GPUs by index. ``kernel_lines`` are
+    lines of the kernel log; lines beyond the number already emitted are emitted. Omitted keys are as in the scenario.
     """
 
     boot_id: str | None = None
@@ -210,6 +249,7 @@ class ScenarioControl(StrictScenarioStruct, frozen=True, kw_only=True):
     gpus: dict[str, dict[str, msgspec.Raw]] = {}
     ports: dict[str, dict[str, msgspec.Raw]] = {}
     host: dict[str, msgspec.Raw] = {}
+    fabric: dict[str, msgspec.Raw] = {}
     kernel_lines: tuple[str, ...] = ()
 
 
@@ -226,13 +266,16 @@ DEFAULT_GPUS = 8
 MAX_GPUS = 64
 
 
+_SCENARIO_PARTS = (ScenarioFile, VirtualGpu, VirtualHost, VirtualPort, VirtualFabric, VirtualPciDevice)
+
+
 def load_scenario(source: str, node: str) -> Scenario:
     """Return the scenario that ``source`` names: a TOML file, ``default`` (8 GPUs) or ``default:N``. Serial numbers and
     UUIDs derive from ``node``. Raises ConfigurationError if the scenario cannot be used."""
     if source == "default" or source.startswith("default:"):
         ports = {f"mlx5_{index}": VirtualPort() for index in range(2)}
         return _build(ScenarioFile(name="default", gpus=_default_count(source), port=ports), node)
-    return _build(load_toml(Path(source), ScenarioFile, (ScenarioFile, VirtualGpu, VirtualHost, VirtualPort)), node)
+    return _build(load_toml(Path(source), ScenarioFile, _SCENARIO_PARTS), node)
 
 
 def _default_count(which: str) -> int:
@@ -296,6 +339,7 @@ class VirtualMachine:
         self.nvml_error = scenario.nvml_error
         self.gpus: list[VirtualGpu] = list(scenario.gpu)
         self.host: VirtualHost = scenario.host
+        self.fabric: VirtualFabric = scenario.fabric
         self.ports: dict[str, VirtualPort] = dict(scenario.port)
         self._emit_xids([VirtualGpu()] * len(self.gpus))
 
@@ -356,6 +400,7 @@ class VirtualMachine:
             raise ValueError(f"no port {', '.join(sorted(unknown))}: there are {', '.join(sorted(scenario.port))}")
         ports = {n: _apply_changes(p, control.ports.get(n, {}), f"ports.{n}") for n, p in scenario.port.items()}
         self.host = _apply_changes(scenario.host, control.host, "host")
+        self.fabric = _apply_changes(scenario.fabric, control.fabric, "fabric")
         self.gpus, self.ports = gpus, ports
         self.boot_id = scenario.boot_id if control.boot_id is None else control.boot_id
         self.nvml_error = scenario.nvml_error if control.nvml_error is None else control.nvml_error

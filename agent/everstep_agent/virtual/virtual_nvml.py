@@ -17,7 +17,7 @@ import pynvml
 
 from everstep.clock import Clock
 from everstep_agent.drivers.pci_gpus import NVIDIA_DRIVER
-from everstep_agent.virtual.scenario import VirtualCall, VirtualGpu, VirtualLink, VirtualMachine
+from everstep_agent.virtual.scenario import SWITCH_BUSES, VirtualCall, VirtualGpu, VirtualLink, VirtualMachine
 
 OK: int = pynvml.NVML_SUCCESS
 INVALID_ARGUMENT: int = pynvml.NVML_ERROR_INVALID_ARGUMENT
@@ -77,6 +77,7 @@ _STRUCTS: dict[str, Callable[[VirtualGpu], dict[str, Any]]] = {
         "gpu": round(gpu.gpu_utilization * 100),
         "memory": round(gpu.memory_utilization * 100),
     },
+    "nvmlDeviceGetC2cModeInfoV": lambda gpu: {"isC2cEnabled": int(gpu.c2c_links > 0)},
     "nvmlDeviceGetSramEccErrorStatus": lambda gpu: {
         "bThresholdExceeded": int(gpu.sram_threshold_exceeded),
         "aggregateUncSecDed": gpu.ecc_sram_uncorrected,
@@ -99,13 +100,14 @@ _MODES: dict[str, Callable[[VirtualGpu], tuple[int, int] | None]] = {
 """Calls of the form (handle, pointer to the current mode, pointer to the pending one)."""
 
 _ENERGY_FIELD = 83
-_REMOTE_LINK_FIELD = 146
+_REMOTE_LINK_FIELD, _C2C_STATUS_FIELD = 146, 171
 _FIELDS: dict[int, Callable[[VirtualGpu], int | None]] = {
     82: lambda gpu: gpu.memory_temperature_c,
     142: lambda gpu: gpu.remapped_corrected,
     143: lambda gpu: gpu.remapped_uncorrected,
     144: lambda gpu: int(gpu.remap_pending),
     145: lambda gpu: int(gpu.remap_failure),
+    170: lambda gpu: gpu.c2c_links,
     180: lambda gpu: gpu.pcie_fatal_errors,
     230: lambda gpu: gpu.recovery_action,
 }
@@ -113,8 +115,6 @@ _FIELDS: dict[int, Callable[[VirtualGpu], int | None]] = {
 
 
 GOOD_LINK = VirtualLink()
-SWITCH_BUSES = ("05", "06", "07", "08")
-"""PCI buses of the NVSwitches at the far end of the links."""
 PORTS_PER_GPU = 9
 
 _BOTH, _HOPPER, _BLACKWELL = (4, 5), (4,), (5,)
@@ -240,7 +240,26 @@ class VirtualNvml:
         if code == OK and link >= gpu.nvlinks:
             return INVALID_ARGUMENT
         if code == OK:
-            result._obj.value = pynvml.NVML_NVLINK_DEVICE_TYPE_SWITCH
+            result._obj.value = gpu.nvlink_far_device
+        return code
+
+    def nvmlDeviceGetGpuFabricInfoV(self, handle: Any, result: Any) -> int:  # noqa: N802
+        code, gpu = self._check_gpu(handle)
+        if code == OK and gpu.fabric_state is None:
+            return NOT_SUPPORTED
+        if code == OK:
+            info = result._obj
+            info.state, info.status = gpu.fabric_state if gpu.nvlinks else 0, gpu.fabric_status
+            info.cliqueId, info.healthMask = gpu.fabric_clique, gpu.fabric_health
+        return code
+
+    def nvmlDeviceGetP2PStatus(self, handle: Any, other: Any, index: int, result: Any) -> int:  # noqa: N802
+        code, _ = self._check_gpu(handle)
+        if code == OK:
+            ends = [(cast(each, c_void_p).value or 0) - 1 for each in (handle, other)]
+            lists = [self._machine.gpus[end].unreachable_gpus for end in ends]
+            is_cut = ends[1] in lists[0] or ends[0] in lists[1]
+            result._obj.value = pynvml.NVML_P2P_STATUS_NOT_SUPPORTED if is_cut else pynvml.NVML_P2P_STATUS_OK
         return code
 
     def nvmlDeviceGetComputeRunningProcesses_v3(self, handle: Any, count: Any, processes: Any) -> int:  # noqa: N802
@@ -374,6 +393,8 @@ class VirtualNvml:
             return
         if value.fieldId == _REMOTE_LINK_FIELD:
             known = self._remote_link(gpu, value.scopeId)
+        elif value.fieldId == _C2C_STATUS_FIELD:
+            known = int(value.scopeId >= gpu.c2c_links_down) if value.scopeId < gpu.c2c_links else None
         elif value.fieldId in _LINK_FIELDS:
             known = _link_field(gpu, value.fieldId, value.scopeId)
         else:

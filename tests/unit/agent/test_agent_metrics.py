@@ -10,6 +10,7 @@ import urllib.error
 import urllib.request
 from typing import Any
 
+import msgspec
 import pytest
 from prometheus_client.core import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
@@ -19,7 +20,15 @@ from everstep.vocabulary import Finding, FindingKind, Severity
 from everstep.wire.v1.agent import Domain, Gpu
 from everstep.wire.v1.local import StatisticsAnswer
 from everstep_agent import metrics
-from everstep_agent.drivers.samples import GpuSample, LinkSample, PortPresence, PortSample
+from everstep_agent.drivers.samples import (
+    FabricSample,
+    GpuSample,
+    LinkSample,
+    NodeFabricSample,
+    OtherGpusSample,
+    PortPresence,
+    PortSample,
+)
 from everstep_agent.metrics import AgentCollector, AgentMetrics, MetricsServer, resident_bytes
 from everstep_agent.sensors.sensor_messages import PollResult, SensorReport
 
@@ -128,6 +137,21 @@ def test_nvlinks_have_series_of_their_own() -> None:
     assert value(samples, "everstep_nvlink_errors_total", gpu="0", link="7") == 5
     assert value(samples, "everstep_nvlink_errors_total", gpu="0", link="0") == 0
     assert not any(name == "everstep_nvlink_discards_total" for name, _ in samples)
+
+
+def test_fabric_and_gpus_of_other_vendors_have_series() -> None:
+    fabric = NodeFabricSample(switches=4, manager_running=False, unreachable_pairs=1)
+    other = OtherGpusSample(vendor="AMD", unwatched=8)
+    joining = GpuSample(index=0, pci_bus_id=BUS, uuid="GPU-0", fabric=FabricSample(state=2), c2c_links_down=1)
+    report = a_report(joining)
+    poll = msgspec.structs.replace(report.poll, fabric=fabric, other_gpus=(other,))
+    samples = shown(sensor_report=msgspec.structs.replace(report, poll=poll))
+    assert value(samples, "everstep_agent_nvswitches", node="n1") == 4
+    assert value(samples, "everstep_agent_fabric_manager_up") == 0
+    assert value(samples, "everstep_agent_unreachable_gpu_pairs") == 1
+    assert value(samples, "everstep_agent_unwatched_gpus", vendor="AMD") == 8
+    assert value(samples, "everstep_gpu_nvlink_fabric_state", gpu="0") == 2
+    assert value(samples, "everstep_gpu_c2c_links_down", gpu="0") == 1
 
 
 def test_lost_gpu_keeps_its_series_with_up_zero() -> None:

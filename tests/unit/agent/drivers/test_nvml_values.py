@@ -48,6 +48,11 @@ READS = (
     "nvmlDeviceGetComputeRunningProcesses_v3",
     "nvmlDeviceGetSupportedEventTypes",
     "nvmlDeviceRegisterEvents",
+    "nvmlDeviceGetNvLinkRemotePciInfo_v2",
+    "nvmlDeviceGetNvLinkRemoteDeviceType",
+    "nvmlDeviceGetGpuFabricInfoV",
+    "nvmlDeviceGetC2cModeInfoV",
+    "nvmlDeviceGetP2PStatus",
 )
 IDENTITY = (
     "nvmlDeviceGetPciInfo_v3",
@@ -62,7 +67,7 @@ FIELDS = ("field 82", "field 83", "field 230")
 ERRORS = (1, 2, 3, 4, 6, 8, 10, 11, 13, 15, 16, 17, 20, 21, 25, 27, 999)
 """The errors of nvml.h that a call on a GPU may return."""
 
-assert (len(READS) + len(IDENTITY) + len(FIELDS), len(ERRORS)) == (40, 17)
+assert (len(READS) + len(IDENTITY) + len(FIELDS), len(ERRORS)) == (45, 17)
 
 NAMES_SINCE_12_570 = (
     "nvmlDeviceGetMarginTemperature",

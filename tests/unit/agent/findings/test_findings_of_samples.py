@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from everstep.vocabulary import Action, Finding, Mode, Severity
-from everstep_agent.drivers.samples import PortRole, PortSample, SensorState, XidEvent
+from everstep_agent.drivers.samples import OtherGpusSample, PortRole, PortSample, SensorState, XidEvent
 from everstep_agent.findings.assessment import AssessorState
 from everstep_agent.findings.kernel_lines import MAX_LINE_FINDINGS
 from everstep_agent.findings.xid_history import MAX_XID_RECORDS
@@ -379,3 +379,12 @@ def test_clock_skew_from_the_controller_is_reported(skew_s: float) -> None:
         judge.clock.advance(1.0)
         judge.assessor.process_poll(poll(), skew_s, judge.now())
     assert judge.keys() == {"host.clock_skew/host"}
+
+
+def test_gpus_of_another_vendor_are_told_until_they_leave() -> None:
+    judge = TimedAssessor()
+    assert judge.polls(1, other_gpus=(OtherGpusSample(vendor="AMD", unwatched=8),)) == {"sensor.failed/AMD"}
+    (finding,) = judge.assessor.findings
+    assert (finding.severity, finding.action) == (Severity.INFO, Action.NONE)
+    assert "GPUs of AMD are not watched: this node has 8" in finding.message
+    assert judge.polls(1, other_gpus=(OtherGpusSample(vendor="AMD", unwatched=0),)) == set()

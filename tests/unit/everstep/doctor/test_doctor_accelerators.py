@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from everstep.doctor import accelerators
-from everstep.doctor.accelerators import DriverFacts, TorchFacts, check_driver, check_torch
+from everstep.doctor.accelerators import DriverFacts, TorchFacts, check_driver, check_other_gpus, check_torch
 from everstep.doctor.results import CheckResult, Status
 
 GPUS = DriverFacts(device_files=8, devices=8, driver="570.1")
@@ -92,3 +92,9 @@ def test_child_that_fails_becomes_a_fact(tmp_path: Path, monkeypatch: pytest.Mon
     assert accelerators.read_torch().error == "importing it ended with status 132: Illegal instruction"
     program.write_text("#!/bin/sh\nexec sleep 60\n")
     assert "not imported within 0.2 s" in accelerators.read_torch(0.2).error
+
+
+def test_gpus_of_other_vendors_are_not_watched() -> None:
+    assert list(check_other_gpus({})) == []
+    status, text = worst(check_other_gpus({"AMD": 8}))
+    assert (status, "GPUs of AMD are not watched: this machine has 8" in text) == (Status.WARN, True)
