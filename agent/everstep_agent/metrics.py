@@ -3,9 +3,11 @@
 A lost GPU keeps its series: ``everstep_gpu_up`` is 0 and its gauges are NaN, so that nothing vanishes or freezes. A
 value that the device does not offer has no series. A hung GPU's ``everstep_gpu_up`` is 0, and its gauges have none.
 
-``dcgm_names`` adds those default series of dcgm-exporter that NVML can fill; the profiling ones (DCGM_FI_PROF_*) and
-the encoder's need DCGM's own counters. Units are dcgm-exporter's: energy in mJ, memory in MiB, utilization in percent.
-Unlike there, DCGM_FI_DEV_XID_ERRORS returns to 0 when the XID's finding has cleared.
+``dcgm_names`` adds all default series of dcgm-exporter (its ``etc/default-counters.csv``), as far as a GPU offers the
+values: the profiling ones (DCGM_FI_PROF_*) come from GPM, on Hopper and later. Units are dcgm-exporter's: energy in mJ,
+memory in MiB, utilization in percent, activity as a ratio. Three things differ: DCGM_FI_DEV_XID_ERRORS returns to 0
+when the XID's finding has cleared, DCGM_FI_DEV_NVLINK_BANDWIDTH_TOTAL counts KiB, and counters have no type, because
+their names do not end as Prometheus asks.
 """
 
 from __future__ import annotations
@@ -45,6 +47,7 @@ from everstep_agent.drivers.samples import (
 )
 from everstep_agent.sensors.sensor_messages import SensorReport
 
+KIB = 1 << 10
 MIB = 1 << 20
 
 
@@ -131,6 +134,9 @@ _GPU = (
     _Gauge("nvlinks", "Number of NVLinks.", "nvlinks"),
     _Gauge("nvlinks_down", "NVLinks that are down.", "nvlinks_down"),
     _Gauge("nvlink_errors", "NVLink errors.", "nvlink_errors", True),
+    _Gauge("nvlink_bytes", "Bytes that all NVLinks sent and received.", "nvlink_bytes", True),
+    _Gauge("tensor_activity_ratio", "Share of the time that tensor cores worked.", "tensor_activity"),
+    _Gauge("dram_activity_ratio", "Share of the memory's bandwidth in use.", "dram_activity"),
     _Gauge("nvlink_fabric_state", "0: no NVLink fabric, 1: not started, 2: joining, 3: joined.", "fabric_state"),
     _Gauge("c2c_links", "Links to the CPU that were ever active.", "c2c_links"),
     _Gauge("c2c_links_down", "Links to the CPU that fell.", "c2c_links_down"),
@@ -150,20 +156,30 @@ _LINK: tuple[tuple[_Kind, str, str, Callable[[LinkSample], float | None]], ...] 
 )
 
 _DCGM = (
-    _Gauge("SM_CLOCK", "SM clock frequency (in MHz).", "sm_clock_mhz"),
-    _Gauge("MEM_CLOCK", "Memory clock frequency (in MHz).", "memory_clock_mhz"),
-    _Gauge("MEMORY_TEMP", "Memory temperature (in C).", "memory_temperature_c"),
-    _Gauge("GPU_TEMP", "GPU temperature (in C).", "temperature_c"),
-    _Gauge("POWER_USAGE", "Power draw (in W).", "power_w"),
-    _Gauge("TOTAL_ENERGY_CONSUMPTION", "Total energy consumption since boot (in mJ).", "energy_j", scale=1e3),
-    _Gauge("PCIE_REPLAY_COUNTER", "Total number of PCIe retries.", "pcie_replays"),
-    _Gauge("GPU_UTIL", "GPU utilization (in %).", "gpu_utilization", scale=100.0),
-    _Gauge("MEM_COPY_UTIL", "Memory utilization (in %).", "memory_utilization", scale=100.0),
-    _Gauge("FB_USED", "Framebuffer memory used (in MiB).", "memory_used_bytes", scale=1 / MIB),
-    _Gauge("UNCORRECTABLE_REMAPPED_ROWS", "Rows remapped for uncorrectable errors.", "remapped_uncorrected"),
-    _Gauge("CORRECTABLE_REMAPPED_ROWS", "Rows remapped for correctable errors.", "remapped_corrected"),
-    _Gauge("ROW_REMAP_FAILURE", "Whether remapping of rows has failed.", "remap_failure"),
+    _Gauge("DEV_SM_CLOCK", "SM clock frequency (in MHz).", "sm_clock_mhz"),
+    _Gauge("DEV_MEM_CLOCK", "Memory clock frequency (in MHz).", "memory_clock_mhz"),
+    _Gauge("DEV_MEMORY_TEMP", "Memory temperature (in C).", "memory_temperature_c"),
+    _Gauge("DEV_GPU_TEMP", "GPU temperature (in C).", "temperature_c"),
+    _Gauge("DEV_POWER_USAGE", "Power draw (in W).", "power_w"),
+    _Gauge("DEV_TOTAL_ENERGY_CONSUMPTION", "Total energy consumption since boot (in mJ).", "energy_j", True, 1e3),
+    _Gauge("DEV_PCIE_REPLAY_COUNTER", "Total number of PCIe retries.", "pcie_replays", True),
+    _Gauge("DEV_GPU_UTIL", "GPU utilization (in %).", "gpu_utilization", scale=100.0),
+    _Gauge("DEV_MEM_COPY_UTIL", "Memory utilization (in %).", "memory_utilization", scale=100.0),
+    _Gauge("DEV_ENC_UTIL", "Encoder utilization (in %).", "encoder_utilization", scale=100.0),
+    _Gauge("DEV_DEC_UTIL", "Decoder utilization (in %).", "decoder_utilization", scale=100.0),
+    _Gauge("DEV_FB_RESERVED", "Framebuffer memory reserved (in MiB).", "memory_reserved_bytes", scale=1 / MIB),
+    _Gauge("DEV_NVLINK_BANDWIDTH_TOTAL", "Traffic of all NVLinks (in KiB).", "nvlink_bytes", True, 1 / KIB),
+    _Gauge("DEV_VGPU_LICENSE_STATUS", "vGPU license status.", "vgpu_licensed"),
+    _Gauge("DEV_UNCORRECTABLE_REMAPPED_ROWS", "Rows remapped for uncorrectable errors.", "remapped_uncorrected", True),
+    _Gauge("DEV_CORRECTABLE_REMAPPED_ROWS", "Rows remapped for correctable errors.", "remapped_corrected", True),
+    _Gauge("DEV_ROW_REMAP_FAILURE", "Whether remapping of rows has failed.", "remap_failure"),
+    _Gauge("PROF_GR_ENGINE_ACTIVE", "Ratio of time that the graphics engine is active.", "graphics_activity"),
+    _Gauge("PROF_PIPE_TENSOR_ACTIVE", "Ratio of cycles that the tensor pipe is active.", "tensor_activity"),
+    _Gauge("PROF_DRAM_ACTIVE", "Ratio of cycles that the memory interface is active.", "dram_activity"),
+    _Gauge("PROF_PCIE_TX_BYTES", "Bytes sent over PCIe in a second.", "pcie_sent_bytes_per_s"),
+    _Gauge("PROF_PCIE_RX_BYTES", "Bytes received over PCIe in a second.", "pcie_received_bytes_per_s"),
 )
+"""Names after ``DCGM_FI_``; three more need more than one field."""
 
 
 @dataclass(eq=False)
@@ -369,13 +385,18 @@ def _port_families(node: str, ports: tuple[PortSample, ...]) -> Iterator[Metric]
 
 def _dcgm_families(node: str, report: SensorReport) -> Iterator[Metric]:
     models = {gpu.uuid: gpu.name for gpu in report.poll.known_gpus}
-    families: list[tuple[str, str, Callable[[GpuSample], float | None]]] = [
-        *((gauge.name, gauge.help, partial(_value, gauge=gauge)) for gauge in _DCGM),
-        ("FB_FREE", "Framebuffer memory free (in MiB).", _free_mib),
-        ("XID_ERRORS", "Newest XID with an active finding, 0 for none.", partial(_xid, report=report)),
+    families: list[tuple[str, str, str, Callable[[GpuSample], float | None]]] = [
+        *(
+            (each.name, "unknown" if each.is_counter else "gauge", each.help, partial(_value, gauge=each))
+            for each in _DCGM
+        ),
+        ("DEV_FB_FREE", "gauge", "Framebuffer memory free (in MiB).", _free_mib),
+        ("DEV_FB_USED", "gauge", "Framebuffer memory used (in MiB).", _used_mib),
+        ("DEV_XID_ERRORS", "gauge", "Newest XID with an active finding, 0 for none.", partial(_xid, report=report)),
     ]
-    for name, help_text, read in families:
-        family = Metric(f"DCGM_FI_DEV_{name}", help_text, "unknown")
+    driver = report.poll.driver_version
+    for name, kind, help_text, read in families:
+        family = Metric(f"DCGM_FI_{name}", help_text, kind)
         for sample in report.poll.gpus:
             if (value := read(sample)) is not None:
                 labels = {
@@ -385,16 +406,28 @@ def _dcgm_families(node: str, report: SensorReport) -> Iterator[Metric]:
                     "device": f"nvidia{sample.index}",
                     "modelName": models.get(sample.uuid, ""),
                     "hostname": node,
+                    **({"DCGM_FI_DRIVER_VERSION": driver} if driver else {}),
                 }
                 family.add_sample(family.name, labels, value)
         if family.samples:
             yield family
 
 
+def _dcgm_type(gauge: _Gauge) -> str:
+    return "unknown" if gauge.is_counter else "gauge"
+
+
 def _free_mib(sample: GpuSample) -> float | None:
     if sample.memory_total_bytes is None or sample.memory_used_bytes is None:
         return None
     return (sample.memory_total_bytes - sample.memory_used_bytes) / MIB
+
+
+def _used_mib(sample: GpuSample) -> float | None:
+    """Return the memory in use without the driver's, which is a series of its own."""
+    if sample.memory_used_bytes is None:
+        return None
+    return max(0, sample.memory_used_bytes - (sample.memory_reserved_bytes or 0)) / MIB
 
 
 def _xid(sample: GpuSample, report: SensorReport) -> float:

@@ -238,6 +238,16 @@ class GpuSample(Sample, frozen=True, kw_only=True):
     c2c_links: int | None = None  # links to the CPU (NVLink-C2C) that were ever active
     c2c_links_down: int | None = None
     peers: tuple[PeerSample, ...] = ()  # the node's other GPUs, as far as NVML answers
+    encoder_utilization: float | None = None
+    decoder_utilization: float | None = None
+    memory_reserved_bytes: int | None = None  # by the driver; part of the memory in use
+    nvlink_bytes: int | None = None  # sent and received by all links
+    vgpu_licensed: int | None = None
+    graphics_activity: float | None = None  # shares of the time since the last reading, and rates, by GPM
+    tensor_activity: float | None = None
+    dram_activity: float | None = None
+    pcie_sent_bytes_per_s: float | None = None
+    pcie_received_bytes_per_s: float | None = None
     processes: int | None = None  # that compute
     graphics_processes: int | None = None
     sees_all_processes: bool = False  # whether no container hides processes from the agent

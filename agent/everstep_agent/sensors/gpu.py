@@ -14,6 +14,7 @@ from everstep_agent.drivers.nvml import GpuDevice, Nvml, NvmlError, Outcome
 from everstep_agent.drivers.pci_gpus import PciGpu
 from everstep_agent.drivers.samples import GpuSample, LinkSample, PeerSample, XidEvent
 from everstep_agent.drivers.sysfs import PcieLimit
+from everstep_agent.sensors.activity import ActivityCounters, read_activity
 from everstep_agent.sensors.fabric import PEERS_EVERY, GpuFabric, read_peers
 from everstep_agent.sensors.nvlinks import NvLinks, total
 
@@ -47,6 +48,9 @@ class OpenGpu:
     slow_outcome: Outcome = field(default_factory=Outcome)
     slow_readings: int = 0
     peers: tuple[PeerSample, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.activity = ActivityCounters(self.device)
 
 
 @dataclass(eq=False)
@@ -143,6 +147,8 @@ class GpuSensor:
 
     def close(self) -> None:
         if self._library is not None:
+            for gpu in self._open.values():
+                gpu.activity.close()
             self._library.close()
             self._library = self._found = None
             self._open = {}
@@ -303,7 +309,8 @@ class GpuSensor:
             # A GPU that is divided by MIG has no peers.
             gpu.peers = () if slow["mig_mode"] else read_peers(gpu.device, others)
         gpu.slow_readings += 1
-        gpu.slow_values = slow | _link_values(links) | fabric | {"peers": gpu.peers}
+        activity = read_activity(gpu.device) | gpu.activity.read()
+        gpu.slow_values = slow | _link_values(links) | fabric | activity | {"peers": gpu.peers}
 
 
 def _look_at(index: int, handle: Any) -> OpenGpu | Absence:

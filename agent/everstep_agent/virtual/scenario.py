@@ -133,6 +133,11 @@ class VirtualGpu(StrictScenarioStruct, frozen=True, kw_only=True):
     c2c_links: int = 0
     c2c_links_down: int = 0
     unreachable_gpus: tuple[int, ...] = ()  # indices of GPUs that this one does not reach over NVLink
+    gpm: bool = True  # whether the GPU counts its activity
+    tensor_activity: Fraction = 0.0
+    encoder_utilization: Fraction = 0.0
+    memory_reserved_bytes: int = 0
+    nvlink_kib: int = 0  # sent by all links, and received as well
     processes: int = 0
     graphics_processes: int = 0
 

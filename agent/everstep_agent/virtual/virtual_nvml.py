@@ -77,6 +77,14 @@ _STRUCTS: dict[str, Callable[[VirtualGpu], dict[str, Any]]] = {
         "gpu": round(gpu.gpu_utilization * 100),
         "memory": round(gpu.memory_utilization * 100),
     },
+    "nvmlDeviceGetMemoryInfo_v2": lambda gpu: {
+        "total": gpu.memory_bytes,
+        "reserved": gpu.memory_reserved_bytes,
+        "used": gpu.memory_used_bytes - gpu.memory_reserved_bytes,
+        "free": gpu.memory_bytes - gpu.memory_used_bytes,
+    },
+    "nvmlDeviceGetGridLicensableFeatures_v4": lambda gpu: {"isGridLicenseSupported": 0, "licensableFeaturesCount": 0},
+    "nvmlGpmQueryDeviceSupport": lambda gpu: {"isSupportedDevice": int(gpu.gpm)},
     "nvmlDeviceGetC2cModeInfoV": lambda gpu: {"isC2cEnabled": int(gpu.c2c_links > 0)},
     "nvmlDeviceGetSramEccErrorStatus": lambda gpu: {
         "bThresholdExceeded": int(gpu.sram_threshold_exceeded),
@@ -101,6 +109,7 @@ _MODES: dict[str, Callable[[VirtualGpu], tuple[int, int] | None]] = {
 
 _ENERGY_FIELD = 83
 _REMOTE_LINK_FIELD, _C2C_STATUS_FIELD = 146, 171
+_NVLINK_TRAFFIC_FIELDS = (138, 139)
 _FIELDS: dict[int, Callable[[VirtualGpu], int | None]] = {
     82: lambda gpu: gpu.memory_temperature_c,
     142: lambda gpu: gpu.remapped_corrected,
@@ -113,6 +122,13 @@ _FIELDS: dict[int, Callable[[VirtualGpu], int | None]] = {
 }
 """By number of the field (nvml.h, NVML_FI_DEV_*)."""
 
+
+_GPM: dict[int, Callable[[VirtualGpu], float]] = {
+    1: lambda gpu: gpu.gpu_utilization * 100,
+    5: lambda gpu: gpu.tensor_activity * 100,
+    10: lambda gpu: gpu.memory_utilization * 100,
+}
+"""What GPM counts, by number (nvml.h, NVML_GPM_METRIC_*)."""
 
 GOOD_LINK = VirtualLink()
 PORTS_PER_GPU = 9
@@ -157,7 +173,9 @@ class VirtualNvml:
             setattr(self, name, partial(self._fill_struct, members))
         for name, modes in _MODES.items():
             setattr(self, name, partial(self._fill_modes, modes))
-        for name in [name for name in dir(self) if name.startswith("nvmlDevice") and name not in _LOOKUPS]:
+        self._gpm_samples: dict[int, int] = {}
+        of_gpus = ("nvmlDevice", "nvmlGpmQuery", "nvmlGpmSampleGet")
+        for name in [name for name in dir(self) if name.startswith(of_gpus) and name not in _LOOKUPS]:
             setattr(self, name, partial(self._run_call, name, getattr(self, name)))
 
     # Library
@@ -274,6 +292,39 @@ class VirtualNvml:
             for value in values._obj:
                 self._fill(gpu, value)
         return code
+
+    def nvmlDeviceGetEncoderUtilization(self, handle: Any, result: Any, period_us: Any) -> int:  # noqa: N802
+        return self._answer(handle, result, lambda gpu: round(gpu.encoder_utilization * 100))
+
+    def nvmlDeviceGetDecoderUtilization(self, handle: Any, result: Any, period_us: Any) -> int:  # noqa: N802
+        return self._answer(handle, result, lambda gpu: 0)
+
+    # GPM
+
+    def nvmlGpmSampleAlloc(self, sample: Any) -> int:  # noqa: N802
+        number = max(self._gpm_samples, default=0) + 1
+        self._gpm_samples[number] = 0
+        c_void_p.from_buffer(sample._obj).value = number
+        return OK
+
+    def nvmlGpmSampleGet(self, handle: Any, sample: Any) -> int:  # noqa: N802
+        code, gpu = self._check_gpu(handle)
+        if code != OK or not gpu.gpm:
+            return code or NOT_SUPPORTED
+        self._gpm_samples[cast(sample, c_void_p).value or 0] = self._machine.gpus.index(gpu)
+        return OK
+
+    def nvmlGpmMetricsGet(self, query: Any) -> int:  # noqa: N802
+        asked = query._obj
+        gpu = self._machine.gpus[self._gpm_samples[cast(asked.sample2, c_void_p).value or 0]]
+        for metric in asked.metrics[: asked.numMetrics]:
+            read = _GPM.get(metric.metricId)
+            metric.value, metric.nvmlReturn = read(gpu) if read else 0.0, OK
+        return OK
+
+    def nvmlGpmSampleFree(self, sample: Any) -> int:  # noqa: N802
+        del self._gpm_samples[cast(sample, c_void_p).value or 0]
+        return OK
 
     # Events
 
@@ -393,6 +444,8 @@ class VirtualNvml:
             return
         if value.fieldId == _REMOTE_LINK_FIELD:
             known = self._remote_link(gpu, value.scopeId)
+        elif value.fieldId in _NVLINK_TRAFFIC_FIELDS:
+            known = gpu.nvlink_kib if gpu.nvlinks else None
         elif value.fieldId == _C2C_STATUS_FIELD:
             known = int(value.scopeId >= gpu.c2c_links_down) if value.scopeId < gpu.c2c_links else None
         elif value.fieldId in _LINK_FIELDS:

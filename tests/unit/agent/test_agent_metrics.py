@@ -30,7 +30,10 @@ from everstep_agent.drivers.samples import (
     PortSample,
 )
 from everstep_agent.metrics import AgentCollector, AgentMetrics, MetricsServer, resident_bytes
+from everstep_agent.sensors.gpu import GpuSensor
 from everstep_agent.sensors.sensor_messages import PollResult, SensorReport
+from everstep_agent.virtual.scenario import VirtualMachine
+from tests.support.agents.sensors import Control
 
 DEADLINE_S = 60.0
 BUS = "0000:1b:00"
@@ -192,6 +195,72 @@ def test_dcgm_exporters_names_units_and_labels_are_exact() -> None:
     assert value(samples, "DCGM_FI_DEV_FB_USED", **labels) == 3 << 10
     assert value(samples, "DCGM_FI_DEV_FB_FREE", **labels) == 77 << 10
     assert not any(name.startswith("DCGM") for name, _ in shown())
+
+
+DCGM_DEFAULTS = [
+    "SM_CLOCK",
+    "MEM_CLOCK",
+    "MEMORY_TEMP",
+    "GPU_TEMP",
+    "POWER_USAGE",
+    "TOTAL_ENERGY_CONSUMPTION",
+    "PCIE_REPLAY_COUNTER",
+    "GPU_UTIL",
+    "MEM_COPY_UTIL",
+    "ENC_UTIL",
+    "DEC_UTIL",
+    "XID_ERRORS",
+    "FB_FREE",
+    "FB_USED",
+    "FB_RESERVED",
+    "NVLINK_BANDWIDTH_TOTAL",
+    "VGPU_LICENSE_STATUS",
+    "UNCORRECTABLE_REMAPPED_ROWS",
+    "CORRECTABLE_REMAPPED_ROWS",
+    "ROW_REMAP_FAILURE",
+]
+DCGM_PROFILING = ["GR_ENGINE_ACTIVE", "PIPE_TENSOR_ACTIVE", "DRAM_ACTIVE", "PCIE_TX_BYTES", "PCIE_RX_BYTES"]
+DASHBOARD_12239 = (
+    "DCGM_FI_DEV_GPU_TEMP",
+    "DCGM_FI_DEV_POWER_USAGE",
+    "DCGM_FI_DEV_SM_CLOCK",
+    "DCGM_FI_DEV_GPU_UTIL",
+    "DCGM_FI_DEV_FB_USED",
+    "DCGM_FI_PROF_PIPE_TENSOR_ACTIVE",
+)
+"""What the panels of Grafana's dashboard 12239 ask for, with gpu and instance as labels."""
+
+
+def dcgm_names(machine: VirtualMachine) -> set[str]:
+    """Return the families of dcgm-exporter for the GPUs of a machine, through the real sensor."""
+    sensor = GpuSensor(slow_every=1, set_activity=lambda activity: None)
+    sensor.poll()
+    poll = PollResult(is_full=True, gpus=sensor.poll(), driver_version="570.1")
+    collector = AgentCollector(lambda: numbers(sensor_report=SensorReport(poll=poll)), dcgm_names=True)
+    families = [family for family in collector.collect() if family.name.startswith("DCGM_FI_")]
+    labels = [sample.labels for family in families for sample in family.samples]
+    assert all(each["DCGM_FI_DRIVER_VERSION"] == "570.1" and each["gpu"].isdigit() for each in labels)
+    assert all(len(family.samples) == len(machine.gpus) for family in families)
+    return {family.name.removeprefix("DCGM_FI_") for family in families}
+
+
+def test_all_default_series_of_dcgm_exporter_are_shown(machine: VirtualMachine, control: Control) -> None:
+    devices, profiling = (
+        {f"{kind}_{name}" for name in names} for kind, names in (("DEV", DCGM_DEFAULTS), ("PROF", DCGM_PROFILING))
+    )
+    assert dcgm_names(machine) == devices | profiling
+    assert {name.removeprefix("DCGM_FI_") for name in DASHBOARD_12239} <= devices | profiling
+    control.write(gpus={str(index): {"gpm": False} for index in range(len(machine.gpus))})
+    machine.reload_control()
+    assert dcgm_names(machine) == devices
+
+
+def test_memory_that_the_driver_reserves_is_not_used() -> None:
+    reserving = msgspec.structs.replace(SAMPLE, memory_reserved_bytes=1 << 30)
+    samples = shown(dcgm_names=True, sensor_report=a_report(reserving))
+    assert value(samples, "DCGM_FI_DEV_FB_USED") == 2 << 10
+    assert value(samples, "DCGM_FI_DEV_FB_RESERVED") == 1 << 10
+    assert value(samples, "DCGM_FI_DEV_FB_FREE") == 77 << 10
 
 
 def test_every_family_has_a_help_and_one_type() -> None:

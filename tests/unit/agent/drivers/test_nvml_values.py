@@ -53,6 +53,11 @@ READS = (
     "nvmlDeviceGetGpuFabricInfoV",
     "nvmlDeviceGetC2cModeInfoV",
     "nvmlDeviceGetP2PStatus",
+    "nvmlDeviceGetEncoderUtilization",
+    "nvmlDeviceGetMemoryInfo_v2",
+    "nvmlDeviceGetGridLicensableFeatures_v4",
+    "nvmlGpmQueryDeviceSupport",
+    "nvmlGpmSampleGet",
 )
 IDENTITY = (
     "nvmlDeviceGetPciInfo_v3",
@@ -67,7 +72,7 @@ FIELDS = ("field 82", "field 83", "field 230")
 ERRORS = (1, 2, 3, 4, 6, 8, 10, 11, 13, 15, 16, 17, 20, 21, 25, 27, 999)
 """The errors of nvml.h that a call on a GPU may return."""
 
-assert (len(READS) + len(IDENTITY) + len(FIELDS), len(ERRORS)) == (45, 17)
+assert (len(READS) + len(IDENTITY) + len(FIELDS), len(ERRORS)) == (50, 17)
 
 NAMES_SINCE_12_570 = (
     "nvmlDeviceGetMarginTemperature",

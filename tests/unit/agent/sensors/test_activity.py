@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pynvml
+import pytest
+
+from everstep_agent.drivers.samples import GpuSample
+from everstep_agent.sensors.gpu import GpuSensor
+from everstep_agent.virtual.scenario import VirtualMachine
+from everstep_agent.virtual.virtual_nvml import VirtualNvml
+from tests.support.agents.sensors import Control
+
+BUSY = {
+    "tensor_activity": 0.4,
+    "gpu_utilization": 0.9,
+    "memory_utilization": 0.3,
+    "encoder_utilization": 0.25,
+    "memory_reserved_bytes": 1 << 20,
+    "nvlink_kib": 5,
+}
+
+
+@pytest.fixture
+def sensor(machine: VirtualMachine) -> GpuSensor:
+    return GpuSensor(slow_every=1, set_activity=lambda activity: None)
+
+
+def second_sample(sensor: GpuSensor, machine: VirtualMachine, control: Control, **change: Any) -> GpuSample:
+    control.write(gpus={"0": change})
+    machine.reload_control()
+    assert sensor.poll()[0].tensor_activity is None  # activity is known between two readings
+    return sensor.poll()[0]
+
+
+def test_activity_between_two_readings_is_known(sensor: GpuSensor, machine: VirtualMachine, control: Control) -> None:
+    sample = second_sample(sensor, machine, control, **BUSY)
+    shares = [sample.tensor_activity, sample.graphics_activity, sample.dram_activity]
+    assert shares == pytest.approx([0.4, 0.9, 0.3])
+    assert (sample.pcie_sent_bytes_per_s, sample.pcie_received_bytes_per_s) == (0.0, 0.0)
+    assert (sample.encoder_utilization, sample.decoder_utilization, sample.vgpu_licensed) == (0.25, 0.0, 0)
+    assert (sample.memory_reserved_bytes, sample.nvlink_bytes) == (1 << 20, 10 << 10)
+
+
+def test_gpu_without_gpm_has_no_activity(sensor: GpuSensor, machine: VirtualMachine, control: Control) -> None:
+    sample = second_sample(sensor, machine, control, gpm=False, nvlinks=0)
+    assert (sample.tensor_activity, sample.nvlink_bytes, sample.failed_values) == (None, None, 0)
+
+
+def test_failed_reading_starts_the_activity_anew(sensor: GpuSensor, machine: VirtualMachine, control: Control) -> None:
+    second_sample(sensor, machine, control, **BUSY)
+    control.write(gpus={"0": {"calls": {"nvmlGpmSampleGet": {"error": 999}}}})
+    machine.reload_control()
+    assert (sensor.poll()[0].tensor_activity, sensor.poll()[0].failed_values) == (None, 1)
+    assert second_sample(sensor, machine, control, **BUSY).tensor_activity == pytest.approx(0.4)
+
+
+def test_memory_of_gpm_is_given_back(machine: VirtualMachine, sensor: GpuSensor) -> None:
+    sensor.poll()
+    library: VirtualNvml = pynvml.nvmlLib
+    assert len(library._gpm_samples) == 16
+    sensor.close()
+    assert library._gpm_samples == {}
