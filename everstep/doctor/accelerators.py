@@ -102,6 +102,8 @@ def check_driver(driver: DriverFacts) -> Iterator[CheckResult]:
 def check_other_gpus(gpus: Mapping[str, int]) -> Iterator[CheckResult]:
     """Warn of the GPUs by vendor that no agent watches."""
     for vendor, count in gpus.items():
+        if not count:
+            continue
         sentence = f"GPUs of {vendor} are not watched: this machine has {count}, whose faults nobody reports"
         yield warn(f"GPUs of {vendor}", sentence)
 

@@ -48,9 +48,12 @@ def pci_devices(sysfs: Path, classes: tuple[str, ...]) -> list[PciDevice]:
 
 
 def other_gpus(sysfs: Path) -> dict[str, int]:
-    """Return the number of GPUs by vendor, for vendors other than NVIDIA. Graphics built into a processor or a board
-    management controller do not count."""
-    return dict(Counter(name for device in pci_devices(sysfs, GPU_CLASSES) if (name := _other_vendor(device))))
+    """Return the number of GPUs, which may be 0, by vendor, for vendors other than NVIDIA.
+
+    Graphics built into a processor or a board management controller do not count.
+    """
+    found = Counter(map(_other_vendor, pci_devices(sysfs, GPU_CLASSES)))
+    return {name: found[name] for name, _ in GPU_DRIVERS.values()}
 
 
 def _other_vendor(device: PciDevice) -> str:

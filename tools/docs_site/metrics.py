@@ -19,7 +19,7 @@ from prometheus_client.registry import CollectorRegistry
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.local import StatisticsAnswer
 from everstep_agent import metrics as agent_metrics
-from everstep_agent.drivers.samples import GpuSample
+from everstep_agent.drivers.samples import GpuSample, LinkSample, NodeFabricSample
 from everstep_agent.sensors.sensor_messages import PollResult, SensorReport
 from everstep_agent.vault import reporting, service
 from everstep_controller.app.controller import Controller
@@ -51,6 +51,7 @@ def page() -> str:
         ("Agent", [agent for agent in agents if agent[0].startswith("everstep_agent_")]),
         ("Vault", [agent for agent in agents if agent[0].startswith("everstep_vault_")]),
         ("GPUs", [agent for agent in agents if agent[0].startswith("everstep_gpu_")]),
+        ("NVLinks", [agent for agent in agents if agent[0].startswith("everstep_nvlink_")]),
         ("Network ports", [agent for agent in agents if agent[0].startswith("everstep_port_")]),
         ("GPUs, under the names of dcgm-exporter", [agent for agent in agents if agent[0].startswith("DCGM_")]),
     ):
@@ -97,8 +98,8 @@ def _collected(families: Iterable[Any]) -> Iterator[Family]:
 def _of_agent() -> Iterator[Family]:
     counters, refused = reporting.VaultCounters().read_all()
     vault = StatisticsAnswer(request=0, counters=counters, refused=refused, gauges=dict.fromkeys(_levels(), 0))
-    gpu = _filled(GpuSample)
-    report = SensorReport(poll=PollResult(is_full=True, gpus=(gpu,)))
+    gpu = _filled(GpuSample, links=(_filled(LinkSample),))
+    report = SensorReport(poll=PollResult(is_full=True, gpus=(gpu,), fabric=_filled(NodeFabricSample)))
     numbers = _filled(agent_metrics.AgentMetrics, vault_statistics=vault, sensor_report=report)
     yield from _collected(agent_metrics.AgentCollector(lambda: numbers, dcgm_names=True).collect())
 

@@ -23,7 +23,7 @@ from everstep_agent.drivers.samples import (
 )
 from everstep_agent.sensors.nvlinks import SWITCH
 
-PEERS_EVERY = 60
+PEERS_EVERY = 6
 """Slow readings of a GPU between questions about its peers, which are asked at its opening too."""
 
 P2P_OVER_NVLINK = 2

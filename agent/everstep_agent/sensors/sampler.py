@@ -93,7 +93,7 @@ class NodeSensors:
         gpus = self._watch.poll() if held_s is None else self._watch.let_go()
         around = self._poll_machine()
         if self._polls % PCI_EVERY == 0:
-            self._other_gpus = dict.fromkeys(self._other_gpus, 0) | other_gpus(self._sysfs)
+            self._other_gpus = other_gpus(self._sysfs)
         self._polls += 1
         if self._polls % PCI_EVERY == 0:
             self._gpu.check_bus()

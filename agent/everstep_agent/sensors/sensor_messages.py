@@ -62,7 +62,7 @@ class PollResult(Sample, frozen=True, kw_only=True):
     pci_gpus_unbound: int = 0  # number of GPUs there without a kernel driver
     pci_gpus_hidden: int = 0  # number of GPUs there that this process may not see
     fabric: NodeFabricSample = NodeFabricSample()
-    other_gpus: tuple[OtherGpusSample, ...] = ()  # of every vendor that was seen since this child began
+    other_gpus: tuple[OtherGpusSample, ...] = ()  # of every vendor that is known
     nvml_busy_with: str = ""  # the work on NVML as a whole that has not ended, such as its initialization
     nvml_hung_s: float = 0.0  # seconds that this work takes longer than it may
     nvml_held_s: float | None = None  # seconds since a person or a program ordered NVML to be let go

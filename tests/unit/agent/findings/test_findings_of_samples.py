@@ -387,4 +387,4 @@ def test_gpus_of_another_vendor_are_told_until_they_leave() -> None:
     (finding,) = judge.assessor.findings
     assert (finding.severity, finding.action) == (Severity.INFO, Action.NONE)
     assert "GPUs of AMD are not watched: this node has 8" in finding.message
-    assert judge.polls(1, other_gpus=(OtherGpusSample(vendor="AMD", unwatched=0),)) == set()
+    assert judge.polls(12, other_gpus=(OtherGpusSample(vendor="AMD", unwatched=0),)) == set()

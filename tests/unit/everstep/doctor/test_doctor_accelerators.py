@@ -95,6 +95,6 @@ def test_child_that_fails_becomes_a_fact(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_gpus_of_other_vendors_are_not_watched() -> None:
-    assert list(check_other_gpus({})) == []
+    assert list(check_other_gpus({"AMD": 0})) == []
     status, text = worst(check_other_gpus({"AMD": 8}))
     assert (status, "GPUs of AMD are not watched: this machine has 8" in text) == (Status.WARN, True)
