@@ -17,6 +17,7 @@ from everstep.clock import Clock
 from everstep.wire.v1.agent import Gpu
 from everstep_agent.drivers.samples import GpuSample, XidEvent
 from everstep_agent.sensors.gpu import Absence, GpuSensor
+from everstep_agent.sensors.gpu_driver import DriverError
 
 HANDOVER_S = 1.0
 """Seconds after which another thread reads the other GPUs. A healthy call takes milliseconds. A busy driver may hold
@@ -74,7 +75,7 @@ class _Worker:
 
 
 class GpuWatch:
-    """The GPUs of a sensor, read in threads. Its methods are for one thread, and return soon."""
+    """The GPUs of a sensor, read in threads: a ``GpuDriver``. Its methods are for one thread, and return soon."""
 
     def __init__(
         self,
@@ -108,7 +109,19 @@ class GpuWatch:
         self._events: list[XidEvent] = []
         self._offers_events = True
         self._was_read = False
-        self.known_gpus: tuple[Gpu, ...] = ()
+        self._devices: tuple[Gpu, ...] = ()
+
+    @property
+    def devices(self) -> tuple[Gpu, ...]:
+        return self._devices
+
+    @property
+    def version(self) -> str:
+        return self._sensor.driver_version
+
+    @property
+    def error(self) -> DriverError:
+        return DriverError(self._sensor.error, self._sensor.error_code, self.busy_with, self.hung_s)
 
     def poll(self) -> tuple[GpuSample, ...]:
         """Return the newest sample of every GPU; see ``GpuSensor.poll``. A hung GPU's sample names the call."""
@@ -123,7 +136,7 @@ class GpuWatch:
         samples = (self._sample(subject, now) for subject in self._subjects)
         return tuple(sample for sample in samples if sample is not None)
 
-    def let_go(self) -> tuple[GpuSample, ...]:
+    def close(self) -> tuple[GpuSample, ...]:
         """Close NVML, so that a GPU can be reset or the driver be replaced. Returns samples without values.
 
         The next poll opens it again. A call that does not return keeps it open.
@@ -143,10 +156,10 @@ class GpuWatch:
                 error="NVML was let go by order",
                 is_closed=True,
             )
-            for gpu in self.known_gpus
+            for gpu in self._devices
         )
 
-    def wait_xid_events(self, timeout_s: float) -> list[XidEvent] | None:
+    def events(self, timeout_s: float) -> list[XidEvent] | None:
         """Wait for NVML events. Returns None, without waiting, if none can be waited for."""
         worker = self._worker
         if EVENTS in self._stuck or not self._offers_events:
@@ -226,7 +239,7 @@ class GpuWatch:
         worker.begin(None)
         sensor.finish_opening()
         self._subjects = sensor.subjects
-        self.known_gpus = tuple(sensor.known_gpus.values())
+        self._devices = tuple(sensor.known_gpus.values())
         self._offers_events = True
         samples = []
         for subject in self._subjects:

@@ -33,6 +33,7 @@ from everstep_agent.drivers.pci_gpus import PciGpu, pci_gpus
 from everstep_agent.drivers.samples import InventorySample, OtherGpusSample
 from everstep_agent.sensors.fabric import NodeFabricSensor
 from everstep_agent.sensors.gpu import GpuSensor
+from everstep_agent.sensors.gpu_driver import GpuDriver
 from everstep_agent.sensors.gpu_watch import GpuWatch
 from everstep_agent.sensors.host import HostSensor, PathSensor
 from everstep_agent.sensors.network import NetworkSensor
@@ -54,7 +55,7 @@ class NodeSensors:
         self._activity_page = activity_page
         self._interval_s = config.interval_s
         self._gpu = GpuSensor(config.slow_every, lambda activity: None, self._slot, self._read_bus)
-        self._watch = GpuWatch(self._gpu, SYSTEM_CLOCK, config.hang_timeout_s, config.start_timeout_s)
+        self._driver: GpuDriver = GpuWatch(self._gpu, SYSTEM_CLOCK, config.hang_timeout_s, config.start_timeout_s)
         self._machine: VirtualMachine | None = None
         self._sysfs, self._proc = Path(config.sysfs_root), Path(config.proc_root)
         etc, dev = ETC, DEV
@@ -90,30 +91,31 @@ class NodeSensors:
         started_at = time.perf_counter()
         self._set_activity("gpus")
         held_s = self._held_s()
-        gpus = self._watch.poll() if held_s is None else self._watch.let_go()
-        around = self._poll_machine()
-        if self._polls % PCI_EVERY == 0:
-            self._other_gpus = other_gpus(self._sysfs)
+        gpus = self._driver.poll() if held_s is None else self._driver.close()
+        error = self._driver.error
         self._polls += 1
         if self._polls % PCI_EVERY == 0:
             self._gpu.check_bus()
         on_bus = self._gpu.bus
+        around = self._poll_machine()
+        if self._polls % PCI_EVERY == 1:
+            self._other_gpus = other_gpus(self._sysfs)
         return msgspec.structs.replace(
             around,
-            driver_version=self._gpu.driver_version,
-            known_gpus=self._watch.known_gpus,
+            driver_version=self._driver.version,
+            known_gpus=self._driver.devices,
             gpus=gpus,
             fabric=self._fabric.poll(gpus),
             other_gpus=tuple(OtherGpusSample(vendor=name, unwatched=n) for name, n in self._other_gpus.items()),
             nvml_held_s=held_s,
             nvml_is_open=self._gpu.is_open,
-            nvml_busy_with=self._watch.busy_with,
-            nvml_hung_s=self._watch.hung_s,
+            nvml_busy_with=error.busy_with,
+            nvml_hung_s=error.hung_s,
             pci_gpu_count=None if on_bus is None else sum(gpu.is_usable for gpu in on_bus),
             pci_gpus_unbound=sum(not gpu.driver for gpu in on_bus or ()),
             pci_gpus_hidden=sum(not gpu.is_visible for gpu in on_bus or ()),
-            nvml_error=self._gpu.error,
-            nvml_error_code=self._gpu.error_code,
+            nvml_error=error.text,
+            nvml_error_code=error.code,
             poll_s=time.perf_counter() - started_at,
         )
 
@@ -124,7 +126,7 @@ class NodeSensors:
             return None
         if self._machine is not None:
             remaining_s = min(remaining_s, CONTROL_CHECK_S)
-        events = None if self._held_s() is not None else self._watch.wait_xid_events(remaining_s)
+        events = None if self._held_s() is not None else self._driver.events(remaining_s)
         if events is None:
             time.sleep(remaining_s)
         return PollResult(is_full=False, xids=tuple(events)) if events else None

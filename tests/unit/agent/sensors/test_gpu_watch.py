@@ -9,6 +9,7 @@ import pytest
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep_agent.drivers.samples import GpuSample, XidEvent
 from everstep_agent.sensors.gpu import GpuSensor
+from everstep_agent.sensors.gpu_driver import DriverError, GpuDriver
 from everstep_agent.sensors.gpu_watch import GpuWatch
 from everstep_agent.virtual.scenario import VirtualMachine
 from tests.support.agents.sensors import Control
@@ -77,7 +78,7 @@ def test_gpu_that_hangs_at_the_start_is_named(machine: VirtualMachine, control: 
     control.write()
     machine.reload_control()
     until(watch, lambda samples: not any(sample.error for sample in samples))
-    assert len(watch.known_gpus) == 8
+    assert len(watch.devices) == 8
 
 
 def test_nvml_is_let_go_and_opened_again(machine: VirtualMachine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,10 +86,10 @@ def test_nvml_is_let_go_and_opened_again(machine: VirtualMachine, monkeypatch: p
     monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: closed.append(True))
     watch = watch_of(machine)
     watch.poll()
-    samples = watch.let_go()
+    samples = watch.close()
     assert closed == [True]
     assert [(sample.temperature_c, sample.unreadable, sample.lost) for sample in samples] == [(None, 0, False)] * 8
-    watch.let_go()
+    watch.close()
     until(watch, lambda samples: not any(sample.error for sample in samples))
 
 
@@ -102,7 +103,7 @@ def test_nvml_stays_open_while_a_call_is_out(
     control.write(gpus={"1": {"hang": True}})
     machine.reload_control()
     until(watch, lambda samples: samples[1].hung_s > 0)
-    watch.let_go()
+    watch.close()
     assert not closed
 
 
@@ -127,5 +128,14 @@ def test_events_are_waited_for_beside_a_hung_gpu(machine: VirtualMachine, contro
     while not events:
         assert SYSTEM_CLOCK.monotonic() < give_up_at
         watch.poll()
-        events = watch.wait_xid_events(1.0) or []
+        events = watch.events(1.0) or []
     assert [(event.pci_bus_id, event.xid) for event in events] == [("0000:1b:00", 48)]
+
+
+def test_nvml_is_a_gpu_driver(machine: VirtualMachine) -> None:
+    watch = watch_of(machine)
+    driver: GpuDriver = watch
+    assert (driver.devices, driver.version) == ((), "")
+    until(watch, lambda samples: len(samples) == 8)
+    assert ([gpu.uuid for gpu in driver.devices], driver.version) == ([g.uuid for g in machine.gpus], "570.133.20")
+    assert driver.error[:2] == DriverError()[:2]

@@ -1,0 +1,46 @@
+"""Interface between the sensor process and a vendor's GPUs. NVML is its first user: ``GpuWatch`` in ``gpu_watch.py``.
+
+A second vendor needs a class with these six members. Samples name nothing of a vendor's library; what a GPU does not
+offer is None there. ``XidEvent.xid`` is an error's number in the vendor's own catalogue.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+from everstep.wire.v1.agent import Gpu
+from everstep_agent.drivers.samples import GpuSample, XidEvent
+
+
+class DriverError(NamedTuple):
+    """The state of a vendor's library as a whole. All empty while it works."""
+
+    text: str = ""  # why it cannot be opened
+    code: int = 0  # the same by the library's own number
+    busy_with: str = ""  # work on the library as a whole that has not ended
+    hung_s: float = 0.0  # seconds that this work takes longer than it may
+
+
+class GpuDriver(Protocol):
+    """A vendor's GPUs. No member blocks for long, whatever a GPU does."""
+
+    def poll(self) -> tuple[GpuSample, ...]:
+        """Return the newest sample of every GPU; opens the library if it is closed."""
+
+    def events(self, timeout_s: float) -> list[XidEvent] | None:
+        """Wait for errors that should not wait for a poll. Returns None, without waiting, if none can be waited for."""
+
+    def close(self) -> tuple[GpuSample, ...]:
+        """Close the library, so that a GPU can be reset or the driver be replaced. Returns samples without values."""
+
+    @property
+    def devices(self) -> tuple[Gpu, ...]:
+        """Every GPU seen so far."""
+
+    @property
+    def error(self) -> DriverError:
+        """The state of the library as a whole."""
+
+    @property
+    def version(self) -> str:
+        """The driver's version, or nothing if it is unknown."""
