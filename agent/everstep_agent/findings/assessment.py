@@ -400,7 +400,7 @@ class FindingAssessor:
                 _link_subject(bus_id, link)
                 for bus_id, ends in self._far_ends.items()
                 for link, end in enumerate(ends)
-                if end.partition(" ")[2] == switch_link
+                if switch_link in (end, end.partition(" ")[2])  # without and with the kind of the far device
             ),
             "",
         )

@@ -175,7 +175,7 @@ def test_every_shipped_line_rule_has_plain_texts() -> None:
 
 def test_link_of_a_switch_names_its_gpu() -> None:
     judge = TimedAssessor()
-    far_ends = ("NVSwitch 0000:c1:00 link 12", "", "NVSwitch 0000:c1:00 link 30")
+    far_ends = ("0000:c1:00 link 12", "", "NVSwitch 0000:c1:00 link 30")
     judge.polls(1, gpu(nvlink_far_ends=far_ends))
     judge.lines(sxid("24007, Fatal, Link 30 sourcetrack timeout error (First)"))
     assert (only(judge).evidence["links"], only(judge).evidence["gpus"]) == ("30", f"{BUS} link 2")
