@@ -125,7 +125,7 @@ def test_failing_call_costs_its_own_values_only(machine: VirtualMachine, control
         assert not any(sample.lost for sample in samples)
         assert {sample.pci_bus_id for sample in samples} == {sample.pci_bus_id for sample in healthy}
         sample = samples[1]
-        most = 10 if call == "nvmlDeviceGetFieldValues" else 5
+        most = 11 if call == "nvmlDeviceGetFieldValues" else 5
         assert len(missing(sample) - missing(healthy[1])) <= most, (code, sample)
         assert sample.temperature_c is not None or call == "nvmlDeviceGetTemperature"
         assert sample.recovery_action != 1
@@ -134,7 +134,7 @@ def test_failing_call_costs_its_own_values_only(machine: VirtualMachine, control
         machine.reload_control()
         again = [sensor.poll() for _ in range(2)][-1][1]
         if code not in (2, 3, 4, 13, 25) and "Event" not in call:  # these are not asked for again
-            assert missing(again) == missing(healthy[1]), code
+            assert missing(again) <= missing(healthy[1]), code  # activity is known from the second poll on
             assert again.failed_values == 0
 
 
