@@ -29,6 +29,10 @@ OPTIONAL = ("index", "pci_bus_id", "uuid", "lost", "error")
 GROUPS = {
     "clocks and throttling": ("sm_clock_mhz", "memory_clock_mhz", "throttle_reasons"),
     "ECC and remapped rows": ("ecc_uncorrected", "remapped_uncorrected", "remap_pending", "sram_threshold_exceeded"),
+    "errors of DRAM and SRAM": ("ecc_dram_corrected", "ecc_sram_corrected", "banks_without_spare_rows"),
+    "limits": ("power_limit_default_w", "slowdown_temperature_c", "memory_temperature_limit_c"),
+    "modes": ("ecc_mode", "mig_mode", "persistence_mode"),
+    "GPM": ("sm_activity", "sm_occupancy", "tensor_activity", "dram_activity"),
     "NVLink": ("nvlinks", "nvlinks_down", "nvlink_errors"),
     "PCIe": ("pcie_generation", "pcie_width", "pcie_replays"),
 }
@@ -53,7 +57,7 @@ def step(sheet: Sheet, device: str) -> None:
 
 def nvml(sheet: Sheet) -> None:
     """Polls of all GPUs, as the agent's sensor process makes them."""
-    sensor = GpuSensor(slow_every=1, set_activity=lambda what: None)
+    sensor = GpuSensor(slow_every=1, set_activity=lambda what: None, reads_gpm=True)
     took = []
     try:
         for _ in range(POLLS):
