@@ -153,6 +153,7 @@ class Supervisor:
                     sysfs_root=str(settings.sysfs_root),
                     kernel_log=settings.kernel_log_path,
                     state_path=str(settings.run_dir / "sensors.state"),
+                    reads_gpm=settings.dcgm_names,
                     hold_file=str(settings.run_dir / NVML_HOLD_FILE),
                     profile_folder=str(_prepared_state_dir(settings)),
                     site_policy=settings.site_policy,

@@ -32,7 +32,7 @@ GROUPS = {
     "errors of DRAM and SRAM": ("ecc_dram_corrected", "ecc_sram_corrected", "banks_without_spare_rows"),
     "limits": ("power_limit_default_w", "slowdown_temperature_c", "memory_temperature_limit_c"),
     "modes": ("ecc_mode", "mig_mode", "persistence_mode"),
-    "GPM": ("sm_activity", "sm_occupancy", "tensor_activity", "dram_activity"),
+    "GPM": ("graphics_activity", "tensor_activity", "dram_activity"),
     "NVLink": ("nvlinks", "nvlinks_down", "nvlink_errors"),
     "PCIe": ("pcie_generation", "pcie_width", "pcie_replays"),
 }

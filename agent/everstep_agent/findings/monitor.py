@@ -51,6 +51,7 @@ class SensorSettings(msgspec.Struct, frozen=True, kw_only=True):
     kernel_log_poll_s: float = 0.05  # between checks of a plain file; a device or pipe wakes the agent itself
     state_path: str = ""  # file for findings that outlive the agent (XIDs until a reset or a reboot); empty for none
     profile_folder: str = ""  # folder of the node's profile; empty for none
+    reads_gpm: bool = False  # how busy the parts of a GPU are
     hold_file: str = ""  # while this file exists, NVML stays closed, for a reset or a new driver; empty for none
     site_policy: tuple[str, ...] = ()  # TOML files laid over the built-in rules; read again when they change
     policy_check_s: float = POLICY_CHECK_S  # between two looks at these files
@@ -308,6 +309,7 @@ class SensorMonitor:
             disk_paths=settings.disk_paths,
             scenario=self._scenario,
             control_file=settings.virtual_control,
+            reads_gpm=settings.reads_gpm,
             hold_file=settings.hold_file,
             hang_timeout_s=settings.hang_timeout_s,
             start_timeout_s=settings.start_timeout_s,

@@ -62,6 +62,7 @@ class GpuSensor:
     platform: Callable[[str], PcieLimit] = lambda bus_id: NO_PCIE_LIMIT  # of the PCIe slot at a bus address
     on_bus: Callable[[], tuple[PciGpu, ...] | None] = lambda: None  # the GPUs on the PCI bus, without NVML
     sees_all_processes: bool = False  # whether no container hides processes from this one
+    reads_gpm: bool = False  # how busy the parts of a GPU are, which only dashboards show
     known_gpus: dict[str, Gpu] = field(default_factory=dict)
     error: str = ""
     error_code: int = 0  # of opening NVML
@@ -309,7 +310,7 @@ class GpuSensor:
             # A GPU that is divided by MIG has no peers.
             gpu.peers = () if slow["mig_mode"] else read_peers(gpu.device, others)
         gpu.slow_readings += 1
-        activity = read_activity(gpu.device) | gpu.activity.read()
+        activity = read_activity(gpu.device) | (gpu.activity.read() if self.reads_gpm else {})
         gpu.slow_values = slow | _link_values(links) | fabric | activity | {"peers": gpu.peers}
 
 

@@ -70,6 +70,7 @@ class NodeSensors:
             etc, dev = self._tree.etc, self._tree.dev
         self._gpu.sees_all_processes = sysfs.is_host_pid_namespace(self._proc)
         self._polls = 0
+        self._gpu.reads_gpm = config.reads_gpm
         self._hold_file = config.hold_file
         self._network = NetworkSensor(self._sysfs, self._proc)
         self._host = HostSensor(self._proc)

@@ -23,7 +23,7 @@ BUSY = {
 
 @pytest.fixture
 def sensor(machine: VirtualMachine) -> GpuSensor:
-    return GpuSensor(slow_every=1, set_activity=lambda activity: None)
+    return GpuSensor(slow_every=1, set_activity=lambda activity: None, reads_gpm=True)
 
 
 def second_sample(sensor: GpuSensor, machine: VirtualMachine, control: Control, **change: Any) -> GpuSample:
@@ -61,3 +61,9 @@ def test_memory_of_gpm_is_given_back(machine: VirtualMachine, sensor: GpuSensor)
     assert len(library._gpm_samples) == 16
     sensor.close()
     assert library._gpm_samples == {}
+
+
+def test_activity_is_not_counted_unless_asked_for(machine: VirtualMachine) -> None:
+    sensor = GpuSensor(slow_every=1, set_activity=lambda activity: None)
+    sensor.poll()
+    assert (sensor.poll()[0].tensor_activity, sensor.poll()[0].encoder_utilization) == (None, 0.0)
