@@ -224,6 +224,10 @@ SHARE_SUFFIXES = ("_fraction", "_utilization")
 """Endings of metrics that lie between 0 and 1."""
 
 
+SCOPES_WITHOUT_GPU = ("port", "counter", "path", "host", "sensor", "vendor", "node_fabric")
+"""Scopes whose subjects are no GPUs, so that no reset or exchange of a GPU clears their findings."""
+
+
 class Origin(NamedTuple):
     """Place of a key, or of a whole table, in a policy file."""
 
@@ -458,12 +462,12 @@ def _rule_mistakes(rule: _Rule) -> Iterator[tuple[str, str]]:
         yield "mode", f"severity info has no consequences, so {rule.action.value} cannot be enforced"
     if rule.clear_after_s is None and not rule.clear_on:
         yield "clear_after_s", "the finding would never clear: set clear_after_s, clear_on, or both"
-    elif rule.clear_after_s is None and ClearEvent.BOOT not in rule.clear_on and not _is_of_gpu(rule):
+    elif rule.clear_after_s is None and ClearEvent.BOOT not in rule.clear_on and not _may_be_of_gpu(rule):
         yield "clear_on", "the finding would never clear: only GPUs are reset or replaced"
 
 
-def _is_of_gpu(rule: _Rule) -> bool:
-    return isinstance(rule, FindingRule) and rule.scope in ("gpu", "link")
+def _may_be_of_gpu(rule: _Rule) -> bool:
+    return isinstance(rule, FindingRule) and rule.scope not in SCOPES_WITHOUT_GPU
 
 
 def _metric_mistakes(rule: FindingRule) -> Iterator[tuple[str, str]]:
