@@ -90,6 +90,9 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     site_policy: tuple[str, ...] = ()
     """TOML files, separated by commas, laid over the shipped rules on findings. The agent reads them again within ten
     seconds of a change."""
+    watch_paths: tuple[str, ...] = ("/",)
+    """Directories, separated by commas, whose file systems the agent watches for free space and inodes. Network file
+    systems and ``/dev/shm`` are always watched."""
     rack: str = ""
     """Failure domain: the rack of this node. Nodes with the same value can be lost together."""
     switch: str = ""
@@ -181,7 +184,9 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     def validate(self) -> AgentSettings:
         """Return these settings. Raises ConfigurationError, with the correction, for a contradiction."""
-        for problem in itertools.chain(_name_problems(self), _address_problems(self), _number_problems(self)):
+        for problem in itertools.chain(
+            _name_problems(self), _address_problems(self), _watch_problems(self), _number_problems(self)
+        ):
             raise ConfigurationError(problem)
         return self
 
@@ -363,6 +368,12 @@ def _address_problems(s: AgentSettings) -> Iterator[str]:
         if s.metrics_token_file is None and s.token_file is None and not is_open:
             fix = "give --token-file or --metrics-token-file, or --metrics-listen '' to turn it off"
             yield f"/metrics needs a token: {fix}"
+
+
+def _watch_problems(s: AgentSettings) -> Iterator[str]:
+    for path in s.watch_paths:
+        if not path.startswith("/"):
+            yield f"--watch-paths {path} is no absolute path: give one such as /scratch"
 
 
 def _number_problems(s: AgentSettings) -> Iterator[str]:

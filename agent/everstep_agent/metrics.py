@@ -42,10 +42,11 @@ from everstep_agent.drivers.samples import (
     GpuSample,
     LinkSample,
     NodeFabricSample,
+    PathSample,
     PortPresence,
     PortSample,
 )
-from everstep_agent.sensors.sensor_messages import SensorReport
+from everstep_agent.sensors.sensor_messages import PollResult, SensorReport
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -197,6 +198,7 @@ class AgentCollector(Collector):
             yield from _gpu_families(metrics.node, metrics.sensor_report)
             yield from _link_families(metrics.node, metrics.sensor_report.poll.gpus)
             yield from _port_families(metrics.node, metrics.sensor_report.poll.ports)
+            yield from _host_families(metrics.node, metrics.sensor_report.poll)
             if self.dcgm_names:
                 yield from _dcgm_families(metrics.node, metrics.sensor_report)
 
@@ -381,6 +383,31 @@ def _port_families(node: str, ports: tuple[PortSample, ...]) -> Iterator[Metric]
     ]
     counts_help = "What the port's device counted, by the kernel's name; a fixed list of names."
     yield _family(CounterMetricFamily, "port_counts", counts_help, ("node", "port", "kind", "counter"), counts)
+
+
+_PATH: tuple[tuple[str, str, Callable[[PathSample], float | None]], ...] = (
+    ("free_ratio", "Free part of the file system.", lambda path: path.free_fraction),
+    ("free_inodes_ratio", "Free part of its inodes.", lambda path: path.free_inode_fraction),
+    ("free_memory_ratio", "Free part of what the vault leaves.", lambda path: path.free_memory_fraction),
+    ("silent_seconds", "Time that the file system has not answered.", lambda path: path.silent_s),
+)
+
+
+def _host_families(node: str, poll: PollResult) -> Iterator[Metric]:
+    host = poll.host
+    pressures = {"cpu": host.cpu_pressure, "memory": host.memory_pressure, "io": host.io_pressure}
+    rows = [((node, name), share) for name, share in pressures.items() if share is not None]
+    pressure_help = "Share of five minutes in which a process (cpu) or all busy ones (memory, io) waited."
+    yield _family(GaugeMetricFamily, "host_pressure_ratio", pressure_help, ("node", "resource"), rows)
+    for name, help_text, value in (
+        ("memory_available_ratio", "Available part of memory.", host.memory_available_fraction),
+        ("open_files_ratio", "Open files out of those that the kernel permits.", host.open_files_fraction),
+    ):
+        if value is not None:
+            yield _family(GaugeMetricFamily, f"host_{name}", help_text, ("node",), [((node,), value)])
+    for name, help_text, read in _PATH:
+        free = [((node, path.path), value) for path in poll.paths if (value := read(path)) is not None]
+        yield _family(GaugeMetricFamily, f"host_path_{name}", help_text, ("node", "path"), free)
 
 
 def _dcgm_families(node: str, report: SensorReport) -> Iterator[Metric]:

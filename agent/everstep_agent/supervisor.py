@@ -157,6 +157,8 @@ class Supervisor:
                     hold_file=str(settings.run_dir / NVML_HOLD_FILE),
                     profile_folder=str(_prepared_state_dir(settings)),
                     site_policy=settings.site_policy,
+                    disk_paths=settings.watch_paths,
+                    vault_folder=str(settings.resolved_segment_dir.absolute()),
                 ),
                 clock,
                 self._on_sensor_report,

@@ -19,7 +19,7 @@ from prometheus_client.registry import CollectorRegistry
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.local import StatisticsAnswer
 from everstep_agent import metrics as agent_metrics
-from everstep_agent.drivers.samples import GpuSample, LinkSample, NodeFabricSample
+from everstep_agent.drivers.samples import GpuSample, HostSample, LinkSample, NodeFabricSample
 from everstep_agent.sensors.sensor_messages import PollResult, SensorReport
 from everstep_agent.vault import reporting, service
 from everstep_controller.app.controller import Controller
@@ -53,6 +53,7 @@ def page() -> str:
         ("GPUs", [agent for agent in agents if agent[0].startswith("everstep_gpu_")]),
         ("NVLinks", [agent for agent in agents if agent[0].startswith("everstep_nvlink_")]),
         ("Network ports", [agent for agent in agents if agent[0].startswith("everstep_port_")]),
+        ("The machine", [agent for agent in agents if agent[0].startswith("everstep_host_")]),
         ("GPUs, under the names of dcgm-exporter", [agent for agent in agents if agent[0].startswith("DCGM_")]),
     ):
         parts.append(f"## {title}\n")
@@ -99,7 +100,8 @@ def _of_agent() -> Iterator[Family]:
     counters, refused = reporting.VaultCounters().read_all()
     vault = StatisticsAnswer(request=0, counters=counters, refused=refused, gauges=dict.fromkeys(_levels(), 0))
     gpu = _filled(GpuSample, links=(_filled(LinkSample),))
-    report = SensorReport(poll=PollResult(is_full=True, gpus=(gpu,), fabric=_filled(NodeFabricSample)))
+    poll = PollResult(is_full=True, gpus=(gpu,), fabric=_filled(NodeFabricSample), host=_filled(HostSample))
+    report = SensorReport(poll=poll)
     numbers = _filled(agent_metrics.AgentMetrics, vault_statistics=vault, sensor_report=report)
     yield from _collected(agent_metrics.AgentCollector(lambda: numbers, dcgm_names=True).collect())
 

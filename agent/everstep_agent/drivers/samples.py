@@ -574,7 +574,9 @@ class PathSample(Sample, frozen=True, kw_only=True):
     """One file system. ``silent_s``: seconds that a query has gone unanswered (a dead NFS server)."""
 
     path: str
-    free_fraction: float | None = None
+    free_fraction: float | None = None  # None where nobody can write, and for the memory file system
+    free_inode_fraction: float | None = None
+    free_memory_fraction: float | None = None  # of the memory file system, without the vault's own files
     silent_s: float = 0.0
 
 
@@ -587,6 +589,10 @@ class HostSample(Sample, frozen=True, kw_only=True):
     stuck_processes: int | None = None
     zombies: int | None = None
     load: float | None = None
+    cpu_pressure: float | None = None  # share of five minutes in which some process waited for a processor
+    memory_pressure: float | None = None  # share in which all busy processes waited for memory
+    io_pressure: float | None = None  # share in which all busy processes waited for disks or network file systems
+    open_files_fraction: float | None = None  # open files out of those that the kernel permits
     clock_skew_s: float | None = None
     error: str = ""
 

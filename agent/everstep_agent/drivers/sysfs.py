@@ -116,6 +116,31 @@ def memory_bytes(root: Path) -> tuple[int, int]:
     return kibibytes["MemTotal:"] << 10, kibibytes["MemAvailable:"] << 10
 
 
+def pressure(root: Path, resource: str, kind: str) -> float | None:
+    """Return the share of the last five minutes in which ``kind`` ("some", "full") of the processes waited.
+
+    None where the kernel does not measure it (Documentation/accounting/psi.rst).
+    """
+    for line in (read_text(root / "pressure" / resource) or "").splitlines():
+        words = line.split()
+        if words[0] == kind:
+            averages = [word.removeprefix("avg300=") for word in words if word.startswith("avg300=")]
+            return float(averages[0]) / 100
+    return None
+
+
+def open_files_fraction(root: Path) -> float | None:
+    """Return the open files as a fraction of those permitted (Documentation/admin-guide/sysctl/fs.rst, file-nr)."""
+    numbers = (read_text(root / "sys/fs/file-nr") or "").split()
+    return int(numbers[0]) / int(numbers[2]) if len(numbers) == 3 and int(numbers[2]) else None
+
+
+def is_memory_mount(root: Path, path: str) -> bool:
+    """Return whether a memory file system is mounted at ``path``. Raises OSError."""
+    with (root / "self/mounts").open() as file:
+        return any(line.split(" ")[1:3] == [path, "tmpfs"] for line in file)
+
+
 def network_mounts(root: Path) -> list[str]:
     """Return the mount points of network file systems. Raises OSError."""
     network = ("nfs", "cifs", "ceph", "lustre", "gpfs", "beegfs", "fuse.juicefs")

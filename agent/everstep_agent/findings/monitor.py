@@ -58,6 +58,7 @@ class SensorSettings(msgspec.Struct, frozen=True, kw_only=True):
     sysfs_root: str = "/sys"
     proc_root: str = "/proc"
     disk_paths: tuple[str, ...] = ("/",)  # file systems whose free space is watched
+    vault_folder: str = ""  # where the vault keeps its slots, whose size is expected; empty for no vault
     restart_floor_s: float = 0.2  # limits of the back-off between restarts of the sensor process
     restart_ceiling_s: float = 30.0
 
@@ -307,6 +308,7 @@ class SensorMonitor:
             sysfs_root=settings.sysfs_root,
             proc_root=settings.proc_root,
             disk_paths=settings.disk_paths,
+            vault_folder=settings.vault_folder,
             scenario=self._scenario,
             control_file=settings.virtual_control,
             reads_gpm=settings.reads_gpm,

@@ -77,7 +77,9 @@ class NodeSensors:
         self._host_id = sysfs.host_identity(self._sysfs, self._proc)
         self._fabric = NodeFabricSensor(self._sysfs, self._proc, etc, dev)
         self._other_gpus: dict[str, int] = {}
-        self._paths = PathSensor(config.disk_paths, self._proc, SYSTEM_CLOCK)
+        self._paths = PathSensor(
+            config.disk_paths, self._proc, SYSTEM_CLOCK, Path(config.vault_folder) if config.vault_folder else None
+        )
         self._inventory = InventorySample()
 
     def poll_urgent(self) -> PollResult | None:

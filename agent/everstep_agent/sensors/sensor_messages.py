@@ -40,6 +40,7 @@ class SensorConfig(Sample, frozen=True, kw_only=True):
     start_timeout_s: float = 60.0  # seconds that opening NVML may take
     reads_gpm: bool = False  # see ``GpuSensor``
     hold_file: str = ""  # while this file exists, NVML stays closed; empty for none
+    vault_folder: str = ""  # where the vault keeps its slots; empty for no vault
     machine_folder: str = ""  # where the virtual machine keeps its /sys and /proc files
     is_resumed: bool = False  # whether an earlier child of this supervisor has polled before
 

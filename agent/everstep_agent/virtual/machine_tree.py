@@ -28,6 +28,7 @@ _PHYS_STATES = {"Sleep": 1, "Polling": 2, "Disabled": 3, "LinkUp": 5}
 """Numbers of InfiniBand's physical port states, as in the kernel's ``phys_state``."""
 _FIRST_PID = 1000
 _MANAGER_PID, _IMEX_PID = 900, 901
+_MAX_FILES = 1_000_000
 _USB_PARENT = "pci0000:00/0000:00:14.0/usb1"
 
 Entries = dict[str, str]
@@ -106,6 +107,14 @@ def _host_entries(host: VirtualHost, boot_id: str) -> Iterator[tuple[str, str]]:
     yield "proc/loadavg", f"{host.load:.2f} 0.00 0.00 1/1 1"
     yield "proc/self/mounts", ""
     yield "proc/self/ns/pid", f"{_TEXT_LINK}{'pid:[1]' if host.in_container else 'pid:[4026531836]'}"
+    for resource, kind, share in (
+        ("cpu", "some", host.cpu_pressure),
+        ("memory", "full", host.memory_pressure),
+        ("io", "full", host.io_pressure),
+    ):
+        averages = " ".join(f"avg{window}={share * 100:.2f}" for window in (10, 60, 300))
+        yield f"proc/pressure/{resource}", f"{kind} {averages} total=0"
+    yield "proc/sys/fs/file-nr", f"{round(_MAX_FILES * host.open_files_fraction)}\t0\t{_MAX_FILES}"
     yield "proc/sys/kernel/osrelease", host.kernel
     yield "proc/sys/kernel/random/boot_id", boot_id
     for pid, state in enumerate("D" * host.stuck_processes + "Z" * host.zombies, _FIRST_PID):

@@ -211,7 +211,13 @@ class VirtualHost(StrictScenarioStruct, frozen=True, kw_only=True):
     zombies: int = 0
     in_container: bool = False  # the agent sees the processes of its container only
     load: float = 1.0
+    cpu_pressure: Fraction = 0.1
+    memory_pressure: Fraction = 0.0
+    io_pressure: Fraction = 0.05
+    open_files_fraction: Fraction = 0.01
     free_fraction: Fraction = 0.5
+    free_inode_fraction: Fraction | None = 0.9
+    free_shared_memory_fraction: Fraction = 0.9  # of what the vault leaves in /dev/shm
     mount_silent_s: float = 0.0
 
 
@@ -394,7 +400,13 @@ class VirtualMachine:
 
     def path_samples(self) -> tuple[PathSample, ...]:
         host = self.host
-        return (PathSample(path="/", free_fraction=host.free_fraction, silent_s=host.mount_silent_s),)
+        inodes = host.free_inode_fraction
+        return (
+            PathSample(
+                path="/", free_fraction=host.free_fraction, free_inode_fraction=inodes, silent_s=host.mount_silent_s
+            ),
+            PathSample(path="/dev/shm", free_memory_fraction=host.free_shared_memory_fraction),  # noqa: S108 - simulated
+        )
 
     def _apply(self, control: ScenarioControl) -> None:
         before, scenario = self.gpus, self._scenario

@@ -23,9 +23,11 @@ from everstep_agent import metrics
 from everstep_agent.drivers.samples import (
     FabricSample,
     GpuSample,
+    HostSample,
     LinkSample,
     NodeFabricSample,
     OtherGpusSample,
+    PathSample,
     PortPresence,
     PortSample,
 )
@@ -177,6 +179,17 @@ def test_counters_of_a_port_are_series_by_name() -> None:
     samples = shown(sensor_report=a_report(ports=(port,)))
     assert value(samples, "everstep_port_counts_total", port="mlx5_0/1", counter="out_of_buffer") == 9
     assert value(samples, "everstep_port_errors_total", port="mlx5_0/1") == 7
+
+
+def test_machine_around_the_gpus_has_series() -> None:
+    host = HostSample(io_pressure=0.25, open_files_fraction=0.5)
+    paths = (PathSample(path="/", free_fraction=0.75), PathSample(path="/dev/shm", free_memory_fraction=0.5))
+    poll = PollResult(is_full=True, host=host, paths=paths)
+    samples = shown(sensor_report=SensorReport(poll=poll))
+    assert value(samples, "everstep_host_pressure_ratio", resource="io") == 0.25
+    assert value(samples, "everstep_host_open_files_ratio") == 0.5
+    assert value(samples, "everstep_host_path_free_ratio", path="/") == 0.75
+    assert value(samples, "everstep_host_path_free_memory_ratio", path="/dev/shm") == 0.5
 
 
 def test_dcgm_exporters_names_units_and_labels_are_exact() -> None:

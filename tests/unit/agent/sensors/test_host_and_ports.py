@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +13,7 @@ from everstep.clock import ManualClock
 from everstep.wire.v1.agent import Host
 from everstep_agent.drivers import sysfs
 from everstep_agent.drivers.ports import default_route_ports
+from everstep_agent.drivers.samples import PathSample
 from everstep_agent.sensors.host import HostSensor, PathSensor
 from everstep_agent.sensors.network import COUNTERS_EVERY, NetworkSensor
 from tests.unit.agent.sensors.port_tree import PortTree
@@ -155,6 +157,56 @@ def test_hung_mount_is_timed_and_blocks_no_poll(tmp_path: Path, monkeypatch: pyt
         finally:
             answer.set()
     assert all(sample.silent_s == 0 and sample.free_fraction is not None for sample in sensor.poll())
+
+
+def test_pressure_is_the_average_of_five_minutes(tmp_path: Path) -> None:
+    some, full = (
+        f"{kind} avg10=90.00 avg60=80.00 avg300={share} total=1" for kind, share in (("some", 40), ("full", 2))
+    )
+    files = {f"pressure/{name}": f"{some}\n{full}\n" for name in ("cpu", "memory", "io")}
+    tree(proc(tmp_path, ""), **files, **{"sys/fs/file-nr": "1984\t0\t9920\n"})
+    sample = HostSensor(tmp_path).poll()
+    assert (sample.cpu_pressure, sample.memory_pressure, sample.io_pressure) == (0.4, 0.02, 0.02)
+    assert sample.open_files_fraction == 0.2
+
+
+def test_kernel_without_pressure_has_unknown_values(tmp_path: Path) -> None:
+    sample = HostSensor(proc(tmp_path, "")).poll()
+    assert (sample.cpu_pressure, sample.io_pressure, sample.open_files_fraction, sample.error) == (None, None, None, "")
+
+
+SPACE = {"f_frsize": 4096, "f_blocks": 1000, "f_bavail": 100, "f_files": 500, "f_favail": 5, "f_flag": 0}
+
+
+@pytest.mark.parametrize(
+    ("status", "free", "free_inodes"),
+    [
+        ({}, 0.1, 0.01),
+        ({"f_files": 0, "f_favail": 0}, 0.1, None),  # btrfs
+        ({"f_bavail": 0, "f_favail": 0, "f_flag": os.ST_RDONLY}, None, None),  # squashfs
+        ({"f_blocks": 0, "f_bavail": 0}, None, None),  # autofs
+    ],
+)
+def test_file_systems_without_limits_are_not_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, status: dict[str, int], free: float, free_inodes: float
+) -> None:
+    tree(tmp_path, **{"self/mounts": ""})
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(**SPACE | status))
+    sensor = PathSensor(("/",), tmp_path, ManualClock())
+    with threads_ended():
+        sensor.poll()
+    assert sensor.poll() == (PathSample(path="/", free_fraction=free, free_inode_fraction=free_inodes),)
+
+
+def test_vault_counts_as_nobody_in_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree(tmp_path, **{"self/mounts": f"tmpfs {tmp_path} tmpfs rw 0 0\n", "vault/job/slot": "x" * (980 * 4096)})
+    monkeypatch.setattr("everstep_agent.sensors.host.SHARED_MEMORY", str(tmp_path))
+    monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(**SPACE | {"f_bavail": 10}))
+    sensor = PathSensor((), tmp_path, ManualClock(), tmp_path / "vault")
+    with threads_ended():
+        sensor.poll()
+    (sample,) = sensor.poll()
+    assert (sample.free_memory_fraction, sample.free_fraction) == (0.5, None)
 
 
 @pytest.mark.promise("vendor-document")
