@@ -40,6 +40,7 @@ from everstep.wire.v1.local import StatisticsAnswer
 from everstep_agent.drivers.samples import (
     THROTTLE_REASONS,
     GpuSample,
+    HardwareSamples,
     LinkSample,
     NodeFabricSample,
     PathSample,
@@ -199,6 +200,7 @@ class AgentCollector(Collector):
             yield from _link_families(metrics.node, metrics.sensor_report.poll.gpus)
             yield from _port_families(metrics.node, metrics.sensor_report.poll.ports)
             yield from _host_families(metrics.node, metrics.sensor_report.poll)
+            yield from _hardware_families(metrics.node, metrics.sensor_report.poll.hardware)
             if self.dcgm_names:
                 yield from _dcgm_families(metrics.node, metrics.sensor_report)
 
@@ -408,6 +410,26 @@ def _host_families(node: str, poll: PollResult) -> Iterator[Metric]:
     for name, help_text, read in _PATH:
         free = [((node, path.path), value) for path in poll.paths if (value := read(path)) is not None]
         yield _family(GaugeMetricFamily, f"host_path_{name}", help_text, ("node", "path"), free)
+
+
+_HARDWARE: tuple[tuple[_Kind, str, str, str, str, str], ...] = (
+    (CounterMetricFamily, "memory_corrected", "Corrected errors of a memory module.", "module", "memory", "corrected"),
+    (CounterMetricFamily, "memory_uncorrected", "Uncorrected ones.", "module", "memory", "uncorrected"),
+    (CounterMetricFamily, "pcie_corrected", "Corrected PCIe errors of a link's end.", "pci_bus_id", "pci", "corrected"),
+    (CounterMetricFamily, "pcie_nonfatal", "Uncorrected ones after which it is good.", "pci_bus_id", "pci", "nonfatal"),
+    (CounterMetricFamily, "pcie_fatal", "Uncorrected ones after which it is not.", "pci_bus_id", "pci", "fatal"),
+    (GaugeMetricFamily, "raid_lost_disks", "Disks that a RAID array has lost.", "array", "array", "lost_disks"),
+    (GaugeMetricFamily, "disk_up", "1 while the disk takes commands.", "disk", "disk", "is_up"),
+    (CounterMetricFamily, "disk_failed_commands", "SCSI commands that failed.", "disk", "disk", "io_errors"),
+)
+"""Kind, name and help of a family; its label; scope and field of the samples."""
+
+
+def _hardware_families(node: str, hardware: HardwareSamples) -> Iterator[Metric]:
+    for kind, name, help_text, label, scope, field in _HARDWARE:
+        parts = ((part.name, getattr(part, field)) for part in hardware.by_scope[scope])
+        rows = [((node, part), float(value)) for part, value in parts if value is not None]
+        yield _family(kind, f"host_{name}", help_text, ("node", label), rows)
 
 
 def _dcgm_families(node: str, report: SensorReport) -> Iterator[Metric]:

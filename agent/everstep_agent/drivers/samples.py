@@ -613,6 +613,155 @@ class InventorySample(Sample, frozen=True, kw_only=True):
     network_devices: tuple[str, ...] | None = None  # PCI addresses
 
 
+class MemorySample(Sample, frozen=True, kw_only=True):
+    """Errors of one memory module since its driver was loaded, or those of a controller that belong to no module."""
+
+    name: str  # "mc0/dimm3", or "mc0"
+    label: str = ""  # of the slot, such as "CPU_SrcID#0_MC#0_Chan#1_DIMM#0"
+    corrected: int | None = None
+    uncorrected: int | None = None
+
+    @property
+    def subject(self) -> str:
+        """The controller, by its name in the kernel log."""
+        return self.name.partition("/")[0].upper()
+
+    @property
+    def detail(self) -> str:
+        return self.label or self.name
+
+    @property
+    def identity(self) -> dict[str, str]:
+        return {"module": self.name, "label": self.label}
+
+
+class PciErrorSample(Sample, frozen=True, kw_only=True):
+    """Errors of the link of a GPU, an NVSwitch or an RDMA adapter since boot, as one end of the link counts them."""
+
+    name: str  # PCI address of the end
+    device: str  # that of the device, at the lower end
+    corrected: int | None = None
+    nonfatal: int | None = None
+    fatal: int | None = None
+
+    @property
+    def subject(self) -> str:
+        return self.name
+
+    @property
+    def detail(self) -> str:
+        return self.device
+
+    @property
+    def identity(self) -> dict[str, str]:
+        return {} if self.device == self.name else {"device": self.device}
+
+
+class ArraySample(Sample, frozen=True, kw_only=True):
+    """One RAID array of the kernel (md)."""
+
+    name: str
+    level: str = ""
+    state: str = ""  # "clean", "active", "broken", ...; "" for an array that was stopped
+    sync_action: str = ""  # "idle", "check", "resync", "recover", ...
+    missing: int | None = None  # disks fewer than it should have; None without redundancy
+    faulty: tuple[str, ...] = ()  # disks that failed and are still members
+    was_whole: bool = True  # since the sensor started, or it was there before: then being degraded is news
+
+    @property
+    def subject(self) -> str:
+        return self.name
+
+    @property
+    def detail(self) -> str:
+        return f"{self.level}; failed: {', '.join(self.faulty)}" if self.faulty else self.level
+
+    @property
+    def identity(self) -> dict[str, str]:
+        return {"level": self.level}
+
+    @property
+    def lost_disks(self) -> int | None:
+        """Disks that it has lost. While a new disk is filled, or disks are added, none is."""
+        if self.missing is None:
+            return None
+        is_filling = self.sync_action in ("recover", "reshape")
+        missing = self.missing if self.was_whole and not is_filling else 0
+        return max(missing, len(self.faulty))
+
+    @property
+    def not_yet_added(self) -> int | None:
+        """Disks that it has not had yet: an array may be made before its last disk is there."""
+        return None if self.missing is None else 0 if self.was_whole else self.missing
+
+    @property
+    def is_broken(self) -> int | None:
+        """1 if it has too few disks for its data."""
+        return int(self.state == "broken") if self.state else None
+
+
+class DiskSample(Sample, frozen=True, kw_only=True):
+    """One NVMe controller, or one SCSI or SATA disk."""
+
+    name: str
+    state: str = ""  # "live", "resetting", ... of NVMe; "running", "offline", ... of SCSI; "" if it has left
+    model: str = ""
+    serial: str = ""
+    firmware: str = ""
+    transport: str = ""
+    subsystem: str = ""
+    paths: int = 1  # controllers of its subsystem
+    io_errors: int | None = None  # commands of SCSI that failed, those that a disk does not support included
+
+    @property
+    def subject(self) -> str:
+        return self.name
+
+    @property
+    def detail(self) -> str:
+        path = f", one of {self.paths} paths of {self.subsystem}" if self.paths > 1 else ""
+        return f"{self.state}{path}"
+
+    @property
+    def identity(self) -> dict[str, str]:
+        return {"model": self.model, "serial": self.serial, "firmware": self.firmware}
+
+    @property
+    def is_up(self) -> int | None:
+        """1 if the disk takes commands."""
+        return int(self.state in ("live", "running")) if self.state else None
+
+    @property
+    def is_dead(self) -> int | None:
+        """1 if the kernel has given the NVMe controller up."""
+        return int(self.state == "dead") if self.state else None
+
+    @property
+    def is_unready(self) -> int | None:
+        """1 while an NVMe controller takes no commands; an operator who removes one makes it "deleting"."""
+        return int(self.state in ("new", "resetting", "connecting")) if self.state else None
+
+    @property
+    def is_offline(self) -> int | None:
+        """1 if the kernel has given the SCSI disk up, or has lost all paths to it."""
+        return int(self.state in ("offline", "transport-offline")) if self.state else None
+
+
+class HardwareSamples(Sample, frozen=True, kw_only=True):
+    """What changes seldom."""
+
+    is_new: bool = False  # whether they were read at this poll
+    memory: tuple[MemorySample, ...] = ()
+    pci: tuple[PciErrorSample, ...] = ()
+    arrays: tuple[ArraySample, ...] = ()
+    disks: tuple[DiskSample, ...] = ()
+
+    @property
+    def by_scope(self) -> dict[str, tuple[MemorySample | PciErrorSample | ArraySample | DiskSample, ...]]:
+        """The samples by the word with which the metrics of rules begin."""
+        return {"memory": self.memory, "pci": self.pci, "array": self.arrays, "disk": self.disks}
+
+
 class SensorState(Sample, frozen=True, kw_only=True):
     """Health of the sensing itself."""
 

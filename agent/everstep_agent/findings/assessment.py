@@ -9,7 +9,17 @@ import msgspec
 import xxhash
 
 from everstep.vocabulary import Action, Finding, FindingKind, Mode, Severity, gravest_by_key
-from everstep_agent.drivers.samples import GpuSample, HostSample, LinkSample, SensorState, XidEvent
+from everstep_agent.drivers.samples import (
+    ArraySample,
+    DiskSample,
+    GpuSample,
+    HostSample,
+    LinkSample,
+    MemorySample,
+    PciErrorSample,
+    SensorState,
+    XidEvent,
+)
 from everstep_agent.findings.gpu_peers import compare_gpus
 from everstep_agent.findings.kernel_lines import LineFindings
 from everstep_agent.findings.memory_errors import MemoryErrors
@@ -159,6 +169,9 @@ class FindingAssessor:
             self._apply_rules("path", path.path, path, "", now)
         host: HostSample = msgspec.structs.replace(poll.host, clock_skew_s=clock_skew_s)
         self._apply_rules("host", HOST_SUBJECT, host, host.error, now)
+        for scope, samples in poll.hardware.by_scope.items() if poll.hardware.is_new else ():
+            for part in samples:
+                self._apply_rules(scope, part.name, part, part.detail, now)
         sensing = self._sensor_state(poll)
         self._apply_rules("sensor", SENSOR_SUBJECT, sensing, sensing.detail, now)
         self._apply_profile(poll, now)
@@ -304,7 +317,7 @@ class FindingAssessor:
             self._dirty = True
             if history.is_active:
                 finding = self._finding(rule, subject, history.value, detail, now)
-                self._rule_findings[key] = _with_links(finding, sample)
+                self._rule_findings[key] = self._with_part(_with_links(finding, sample), sample)
             else:
                 self._rule_findings.pop(key, None)
 
@@ -339,6 +352,14 @@ class FindingAssessor:
             return finding
         named = msgspec.structs.replace(finding, message=f"{message} ({recovery_name(int(value))})")
         return _with_recovery_action(named)
+
+    def _with_part(self, finding: Finding, sample: msgspec.Struct) -> Finding:
+        """Return a finding about a part of the machine with what a vendor asks for. Others stay as they are."""
+        if not isinstance(sample, MemorySample | PciErrorSample | ArraySample | DiskSample):
+            return finding
+        identity = {name: text for name, text in sample.identity.items() if text}
+        finding = msgspec.structs.replace(finding, subject=sample.subject, evidence=finding.evidence | identity)
+        return self._with_device(finding) if isinstance(sample, PciErrorSample) else finding
 
     def _restore(self, findings: tuple[Finding, ...]) -> None:
         rules = {rule.id: rule for rule in self._policy.rules}

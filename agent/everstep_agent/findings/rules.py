@@ -28,14 +28,18 @@ from everstep.errors import ConfigurationError
 from everstep.settings import find_line, load_table, read_text, suggest
 from everstep.vocabulary import Action, Finding, FindingKind, Mode, Severity
 from everstep_agent.drivers.samples import (
+    ArraySample,
+    DiskSample,
     FabricSample,
     GpuComparison,
     GpuSample,
     HostSample,
     LinkSample,
+    MemorySample,
     NodeFabricSample,
     OtherGpusSample,
     PathSample,
+    PciErrorSample,
     PortCounts,
     PortSample,
     SensorState,
@@ -56,6 +60,10 @@ SCOPES: dict[str, type[msgspec.Struct]] = {
     "counter": PortCounts,
     "path": PathSample,
     "host": HostSample,
+    "memory": MemorySample,
+    "pci": PciErrorSample,
+    "array": ArraySample,
+    "disk": DiskSample,
     "sensor": SensorState,
     "profile": ProfileSample,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from everstep.wire.v1.agent import MAX_GAUGED_GPUS, GpuGauges
-from everstep_agent.drivers.samples import THROTTLE_REASONS, GpuSample, HostSample
+from everstep_agent.drivers.samples import THROTTLE_REASONS, GpuSample, HardwareSamples, HostSample
 from everstep_agent.sensors.sensor_messages import SensorReport
 
 MAX_POLL_AGE_S = 10.0
@@ -25,7 +25,9 @@ def fresh_report(report: SensorReport, now: float) -> SensorReport:
         GpuSample(index=gpu.index, pci_bus_id=gpu.pci_bus_id, uuid=gpu.uuid, error="the sensors hang")
         for gpu in report.poll.gpus
     )
-    poll = msgspec.structs.replace(report.poll, gpus=silent, ports=(), paths=(), host=HostSample())
+    poll = msgspec.structs.replace(
+        report.poll, gpus=silent, ports=(), paths=(), host=HostSample(), hardware=HardwareSamples()
+    )
     return msgspec.structs.replace(report, poll=poll)
 
 

@@ -35,6 +35,7 @@ from everstep_agent.sensors.fabric import NodeFabricSensor
 from everstep_agent.sensors.gpu import GpuSensor
 from everstep_agent.sensors.gpu_driver import GpuDriver
 from everstep_agent.sensors.gpu_watch import GpuWatch
+from everstep_agent.sensors.hardware import HardwareSensor
 from everstep_agent.sensors.host import HostSensor, PathSensor
 from everstep_agent.sensors.network import NetworkSensor
 from everstep_agent.sensors.sensor_messages import ACTIVITY_BYTES, PollResult, SensorConfig
@@ -74,6 +75,7 @@ class NodeSensors:
         self._hold_file = config.hold_file
         self._network = NetworkSensor(self._sysfs, self._proc)
         self._host = HostSensor(self._proc)
+        self._hardware = HardwareSensor(self._sysfs)
         self._host_id = sysfs.host_identity(self._sysfs, self._proc)
         self._fabric = NodeFabricSensor(self._sysfs, self._proc, etc, dev)
         self._other_gpus: dict[str, int] = {}
@@ -156,6 +158,7 @@ class NodeSensors:
             ports=ports,
             paths=self._paths.poll() if self._machine is None else self._machine.path_samples(),
             host=self._host.poll(),
+            hardware=self._hardware.poll(),
             host_identity=self._host_id,
             inventory=self._inventory,
             sensor_errors=tuple(faults),

@@ -8,6 +8,7 @@ from everstep.vocabulary import Finding
 from everstep.wire.v1.agent import UNKNOWN_HOST, Gpu, Host
 from everstep_agent.drivers.samples import (
     GpuSample,
+    HardwareSamples,
     HostSample,
     InventorySample,
     NodeFabricSample,
@@ -56,6 +57,7 @@ class PollResult(Sample, frozen=True, kw_only=True):
     ports: tuple[PortSample, ...] = ()
     paths: tuple[PathSample, ...] = ()
     host: HostSample = HostSample()
+    hardware: HardwareSamples = HardwareSamples()
     host_identity: Host = UNKNOWN_HOST
     inventory: InventorySample = InventorySample()
     xids: tuple[XidEvent, ...] = ()

@@ -15,6 +15,7 @@ from everstep_agent.drivers.ports import EFA_DRIVER
 from everstep_agent.virtual.scenario import (
     COUNTER_FOLDERS,
     SWITCH_BUSES,
+    VirtualDisk,
     VirtualFabric,
     VirtualGpu,
     VirtualHost,
@@ -71,6 +72,7 @@ class MachineTree:
             return
         wanted = dict(_host_entries(machine.host, machine.boot_id)) | dict(_device_entries(machine))
         wanted |= dict(_fabric_entries(machine))
+        wanted |= dict(_disk_entries(machine.host))
         for name in self._written.keys() - wanted.keys():
             self._remove(self._folder / name)
         for name, text in wanted.items():
@@ -121,10 +123,57 @@ def _host_entries(host: VirtualHost, boot_id: str) -> Iterator[tuple[str, str]]:
         yield f"proc/{pid}/stat", f"{pid} (virtual) {state} 1 1"
 
 
+def _disk_entries(host: VirtualHost) -> Iterator[tuple[str, str]]:
+    """Yield memory modules, RAID arrays and disks."""
+    for name, module in host.modules.items():
+        folder = f"sys/devices/system/edac/mc/{name}"
+        yield f"{folder}/dimm_label", f"CPU_SrcID#0_{name}"
+        yield f"{folder}/dimm_ce_count", str(module.corrected)
+        yield f"{folder}/dimm_ue_count", str(module.uncorrected)
+        for file in ("ce_noinfo_count", "ue_noinfo_count"):
+            yield f"sys/devices/system/edac/mc/{name.partition('/')[0]}/{file}", "0"
+    for name, array in host.arrays.items():
+        folder = f"sys/block/{name}/md"
+        values = {"level": array.level, "array_state": array.state}
+        if array.degraded is not None:
+            values |= {"sync_action": array.sync_action, "degraded": str(array.degraded)}
+        values |= {f"dev-sd{disk}/state": "faulty" if at < array.faulty else "in_sync" for at, disk in enumerate("xy")}
+        for file, text in values.items():
+            yield f"{folder}/{file}", text
+    for name, disk in host.disks.items():
+        yield from (_nvme if name.startswith("nvme") else _scsi)(name, disk)
+
+
+def _nvme(name: str, disk: VirtualDisk) -> Iterator[tuple[str, str]]:
+    folder = f"sys/class/nvme/{name}"
+    for file, text in {"state": disk.state or "live", "model": "Virtual NVMe", "transport": "pcie"}.items():
+        yield f"{folder}/{file}", text
+    yield f"sys/class/nvme-subsystem/{disk.subsystem or f'of-{name}'}/{name}", f"{_LINK}{folder}"
+
+
+def _scsi(name: str, disk: VirtualDisk) -> Iterator[tuple[str, str]]:
+    folder = f"sys/devices/{_USB_PARENT if disk.usb else 'pci0000:00'}/0000:00:17.0/block/{name}"
+    values = {"type": "0", "state": disk.state or "running", "ioerr_cnt": hex(disk.io_errors), "model": "Virtual SATA"}
+    for file, text in values.items():
+        yield f"{folder}/device/{file}", text
+    yield f"{folder}/removable", "0"
+    yield f"sys/block/{name}", f"{_LINK}{folder}"
+
+
+def _aer_files(device: VirtualGpu | VirtualPort) -> Entries:
+    """Return the error counters of a PCI device."""
+    kinds = (("correctable", "BadTLP", "COR"), ("nonfatal", "CmpltTO", "NONFATAL"), ("fatal", "DLP", "FATAL"))
+    counts = (device.aer_corrected, device.aer_nonfatal, device.aer_fatal)
+    return {
+        f"aer_dev_{kind}": f"{error} {count}\nTOTAL_ERR_{total} {count}"
+        for (kind, error, total), count in zip(kinds, counts, strict=True)
+    }
+
+
 def _device_entries(machine: VirtualMachine) -> Iterator[tuple[str, str]]:
     """Yield GPUs, each below a PCIe switch of its own, and ports, the nth below the switch of the nth GPU."""
     for index, gpu in enumerate(machine.gpus):
-        yield from _pci_entries(f"{_switch(index)}/{_gpu_address(gpu)}", "nvidia", _GPU_FILES)
+        yield from _pci_entries(f"{_switch(index)}/{_gpu_address(gpu)}", "nvidia", _GPU_FILES | _aer_files(gpu))
     routes = [name for name, port in machine.ports.items() if port.default_route]
     lines = (f"{name} 00000000 0102000A 0003 0 0 0 00000000" for name in routes)
     yield "proc/net/route", "\n".join(["Iface Destination Gateway Flags RefCnt Use Metric Mask", *lines])
@@ -138,7 +187,7 @@ def _device_entries(machine: VirtualMachine) -> Iterator[tuple[str, str]]:
         else:
             address = port.pci_bus_id or f"0000:{index + 0x40:02x}:10.0"
             device = f"sys/devices/{_switch(index)}/{address}"
-            yield from _pci_entries(f"{_switch(index)}/{address}", port.driver, _NIC_FILES)
+            yield from _pci_entries(f"{_switch(index)}/{address}", port.driver, _NIC_FILES | _aer_files(port))
         if port.virtual_function:
             yield f"{device}/physfn", f"{_LINK}sys/devices/{_switch(index)}"
         if not port.moved:

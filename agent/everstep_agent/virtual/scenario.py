@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -25,6 +26,7 @@ SWITCH_BUSES = ("05", "06", "07", "08")
 """PCI buses of its NVSwitches, at the far end of the links."""
 
 S = TypeVar("S", bound=msgspec.Struct)
+T = TypeVar("T")
 Fraction = Annotated[float, msgspec.Meta(ge=0, le=1)]
 
 
@@ -140,6 +142,9 @@ class VirtualGpu(StrictScenarioStruct, frozen=True, kw_only=True):
     nvlink_kib: int = 0  # sent by all links, and received as well
     processes: int = 0
     graphics_processes: int = 0
+    aer_corrected: int = 0  # PCIe errors, as the kernel counts them
+    aer_nonfatal: int = 0
+    aer_fatal: int = 0
 
 
 class VirtualPort(StrictScenarioStruct, frozen=True, kw_only=True):
@@ -166,6 +171,9 @@ class VirtualPort(StrictScenarioStruct, frozen=True, kw_only=True):
     errors: int = 0  # symbol errors of InfiniBand, receive errors of Ethernet
     counters: dict[str, int] = {}  # further counters, by the kernel's names
     link_downs: int = 0
+    aer_corrected: int = 0  # PCIe errors, as the kernel counts them
+    aer_nonfatal: int = 0
+    aer_fatal: int = 0
 
     def __post_init__(self) -> None:
         """Raise ValueError for a counter that no sensor reads."""
@@ -195,6 +203,36 @@ class VirtualPciDevice(StrictScenarioStruct, frozen=True, kw_only=True):
     memory_bytes: int | None = None  # as amdgpu shows it
 
 
+class VirtualModule(StrictScenarioStruct, frozen=True, kw_only=True):
+    """What the kernel counts of one memory module."""
+
+    corrected: int = 0
+    uncorrected: int = 0
+
+
+class VirtualArray(StrictScenarioStruct, frozen=True, kw_only=True):
+    """One RAID array of two disks; ``faulty`` of them have failed and are still its members."""
+
+    level: str = "raid1"
+    state: str = "clean"
+    sync_action: str = "idle"
+    degraded: int | None = 0  # None: an array without redundancy
+    faulty: Annotated[int, msgspec.Meta(ge=0, le=2)] = 0
+
+
+class VirtualDisk(StrictScenarioStruct, frozen=True, kw_only=True):
+    """One disk: an NVMe controller if its name begins with nvme, or else a SATA disk."""
+
+    state: str = ""  # default: "live" or "running"
+    subsystem: str = ""  # that of the NVMe controllers that are paths to one disk
+    usb: bool = False
+    io_errors: int = 0
+
+
+def _named(struct: Callable[[], T], *names: str) -> Callable[[], dict[str, T]]:
+    return lambda: {name: struct() for name in names}
+
+
 class VirtualHost(StrictScenarioStruct, frozen=True, kw_only=True):
     """The machine around the GPUs."""
 
@@ -219,6 +257,9 @@ class VirtualHost(StrictScenarioStruct, frozen=True, kw_only=True):
     free_inode_fraction: Fraction | None = 0.9
     free_shared_memory_fraction: Fraction = 0.9  # of what the vault leaves in /dev/shm
     mount_silent_s: float = 0.0
+    modules: dict[str, VirtualModule] = msgspec.field(default_factory=_named(VirtualModule, "mc0/dimm0", "mc1/dimm0"))
+    arrays: dict[str, VirtualArray] = msgspec.field(default_factory=_named(VirtualArray, "md0"))
+    disks: dict[str, VirtualDisk] = msgspec.field(default_factory=_named(VirtualDisk, "nvme0", "nvme1", "sda"))
 
 
 class VirtualFabric(StrictScenarioStruct, frozen=True, kw_only=True):
@@ -277,7 +318,10 @@ DEFAULT_GPUS = 8
 MAX_GPUS = 64
 
 
-_SCENARIO_PARTS = (ScenarioFile, VirtualGpu, VirtualHost, VirtualPort, VirtualFabric, VirtualPciDevice)
+_SCENARIO_PARTS = (
+    *(ScenarioFile, VirtualGpu, VirtualHost, VirtualPort, VirtualFabric, VirtualPciDevice),
+    *(VirtualModule, VirtualArray, VirtualDisk),
+)
 
 
 def load_scenario(source: str, node: str) -> Scenario:

@@ -21,10 +21,13 @@ from everstep.wire.v1.agent import Domain, Gpu
 from everstep.wire.v1.local import StatisticsAnswer
 from everstep_agent import metrics
 from everstep_agent.drivers.samples import (
+    DiskSample,
     FabricSample,
     GpuSample,
+    HardwareSamples,
     HostSample,
     LinkSample,
+    MemorySample,
     NodeFabricSample,
     OtherGpusSample,
     PathSample,
@@ -184,11 +187,16 @@ def test_counters_of_a_port_are_series_by_name() -> None:
 def test_machine_around_the_gpus_has_series() -> None:
     host = HostSample(io_pressure=0.25, open_files_fraction=0.5)
     paths = (PathSample(path="/", free_fraction=0.75), PathSample(path="/dev/shm", free_memory_fraction=0.5))
-    poll = PollResult(is_full=True, host=host, paths=paths)
+    hardware = HardwareSamples(
+        memory=(MemorySample(name="mc0/dimm1", corrected=3),), disks=(DiskSample(name="nvme0", state="dead"),)
+    )
+    poll = PollResult(is_full=True, host=host, paths=paths, hardware=hardware)
     samples = shown(sensor_report=SensorReport(poll=poll))
     assert value(samples, "everstep_host_pressure_ratio", resource="io") == 0.25
     assert value(samples, "everstep_host_open_files_ratio") == 0.5
     assert value(samples, "everstep_host_path_free_ratio", path="/") == 0.75
+    assert value(samples, "everstep_host_memory_corrected_total", module="mc0/dimm1") == 3
+    assert value(samples, "everstep_host_disk_up", disk="nvme0") == 0
     assert value(samples, "everstep_host_path_free_memory_ratio", path="/dev/shm") == 0.5
 
 
