@@ -41,6 +41,7 @@ class FindingKind(StrEnum):
     HOST_CLOCK_SKEW = "host.clock_skew"
     HOST_STUCK_PROCESSES = "host.stuck_processes"
     HOST_KERNEL = "host.kernel"
+    HOST_SERVICE = "host.service"
     SENSOR_HUNG = "sensor.hung"
     SENSOR_FAILED = "sensor.failed"
     SENSOR_STALE = "sensor.stale"

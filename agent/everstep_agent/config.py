@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import socket
 import ssl
 from collections.abc import Iterator, Mapping
@@ -93,6 +94,9 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     watch_paths: tuple[str, ...] = ("/",)
     """Directories, separated by commas, whose file systems the agent watches for free space and inodes. Network file
     systems and ``/dev/shm`` are always watched."""
+    watch_units: tuple[str, ...] = ()
+    """Units of systemd, separated by commas, such as ``slurmd.service``. One that fails or restarts often is a warning,
+    and one that is stopped is shown."""
     rack: str = ""
     """Failure domain: the rack of this node. Nodes with the same value can be lost together."""
     switch: str = ""
@@ -374,6 +378,9 @@ def _watch_problems(s: AgentSettings) -> Iterator[str]:
     for path in s.watch_paths:
         if not path.startswith("/"):
             yield f"--watch-paths {path} is no absolute path: give one such as /scratch"
+    for unit in s.watch_units:
+        if not re.fullmatch(r"\w[\w:.@\\-]*", unit, re.ASCII):
+            yield f"--watch-units {unit} is no name of a unit: give one such as slurmd.service"
 
 
 def _number_problems(s: AgentSettings) -> Iterator[str]:

@@ -421,6 +421,8 @@ _HARDWARE: tuple[tuple[_Kind, str, str, str, str, str], ...] = (
     (GaugeMetricFamily, "raid_lost_disks", "Disks that a RAID array has lost.", "array", "array", "lost_disks"),
     (GaugeMetricFamily, "disk_up", "1 while the disk takes commands.", "disk", "disk", "is_up"),
     (CounterMetricFamily, "disk_failed_commands", "SCSI commands that failed.", "disk", "disk", "io_errors"),
+    (GaugeMetricFamily, "unit_active", "1 while the unit is active.", "unit", "unit", "is_active"),
+    (CounterMetricFamily, "unit_restarts", "Restarts of the unit by systemd.", "unit", "unit", "restarts"),
 )
 """Kind, name and help of a family; its label; scope and field of the samples."""
 

@@ -158,6 +158,7 @@ class Supervisor:
                     profile_folder=str(_prepared_state_dir(settings)),
                     site_policy=settings.site_policy,
                     disk_paths=settings.watch_paths,
+                    watch_units=settings.watch_units,
                     vault_folder=str(settings.resolved_segment_dir.absolute()),
                 ),
                 clock,

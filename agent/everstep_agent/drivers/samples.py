@@ -747,6 +747,51 @@ class DiskSample(Sample, frozen=True, kw_only=True):
         return int(self.state in ("offline", "transport-offline")) if self.state else None
 
 
+class UnitSample(Sample, frozen=True, kw_only=True):
+    """One unit of systemd that the site watches."""
+
+    name: str
+    load_state: str = ""
+    active_state: str = ""
+    result: str = ""  # why it failed: "exit-code", "oom-kill", ...
+    restarts: int | None = None  # by systemd, since the unit was loaded
+    was_active: bool = False  # since the sensor started
+
+    @property
+    def subject(self) -> str:
+        return self.name
+
+    @property
+    def detail(self) -> str:
+        return self.result or self.active_state
+
+    @property
+    def identity(self) -> dict[str, str]:
+        return {}
+
+    @property
+    def is_active(self) -> int | None:
+        return int(self.active_state in ("active", "reloading")) if self.active_state else None
+
+    @property
+    def has_failed(self) -> int | None:
+        return int(self.active_state == "failed") if self.active_state else None
+
+    @property
+    def is_stopped(self) -> int | None:
+        """1 if it was active and somebody has stopped it; a unit that ends by itself is stopped, too."""
+        return int(self.active_state == "inactive" and self.was_active) if self.active_state else None
+
+    @property
+    def is_unknown(self) -> int | None:
+        """1 if there is no such unit."""
+        return int(self.load_state == "not-found") if self.load_state else None
+
+
+MachinePart = MemorySample | PciErrorSample | ArraySample | DiskSample | UnitSample
+"""A part of the machine, with the ``subject``, the ``detail`` and the ``identity`` that its findings show."""
+
+
 class HardwareSamples(Sample, frozen=True, kw_only=True):
     """What changes seldom."""
 
@@ -755,11 +800,18 @@ class HardwareSamples(Sample, frozen=True, kw_only=True):
     pci: tuple[PciErrorSample, ...] = ()
     arrays: tuple[ArraySample, ...] = ()
     disks: tuple[DiskSample, ...] = ()
+    units: tuple[UnitSample, ...] = ()
 
     @property
-    def by_scope(self) -> dict[str, tuple[MemorySample | PciErrorSample | ArraySample | DiskSample, ...]]:
+    def by_scope(self) -> dict[str, tuple[MachinePart, ...]]:
         """The samples by the word with which the metrics of rules begin."""
-        return {"memory": self.memory, "pci": self.pci, "array": self.arrays, "disk": self.disks}
+        return {
+            "memory": self.memory,
+            "pci": self.pci,
+            "array": self.arrays,
+            "disk": self.disks,
+            "unit": self.units,
+        }
 
 
 class SensorState(Sample, frozen=True, kw_only=True):

@@ -10,12 +10,10 @@ import xxhash
 
 from everstep.vocabulary import Action, Finding, FindingKind, Mode, Severity, gravest_by_key
 from everstep_agent.drivers.samples import (
-    ArraySample,
-    DiskSample,
     GpuSample,
     HostSample,
     LinkSample,
-    MemorySample,
+    MachinePart,
     PciErrorSample,
     SensorState,
     XidEvent,
@@ -355,7 +353,7 @@ class FindingAssessor:
 
     def _with_part(self, finding: Finding, sample: msgspec.Struct) -> Finding:
         """Return a finding about a part of the machine with what a vendor asks for. Others stay as they are."""
-        if not isinstance(sample, MemorySample | PciErrorSample | ArraySample | DiskSample):
+        if not isinstance(sample, MachinePart):
             return finding
         identity = {name: text for name, text in sample.identity.items() if text}
         finding = msgspec.structs.replace(finding, subject=sample.subject, evidence=finding.evidence | identity)

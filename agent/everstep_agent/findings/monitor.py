@@ -59,6 +59,7 @@ class SensorSettings(msgspec.Struct, frozen=True, kw_only=True):
     proc_root: str = "/proc"
     disk_paths: tuple[str, ...] = ("/",)  # file systems whose free space is watched
     vault_folder: str = ""  # where the vault keeps its slots, whose size is expected; empty for no vault
+    watch_units: tuple[str, ...] = ()  # units of systemd that are watched
     restart_floor_s: float = 0.2  # limits of the back-off between restarts of the sensor process
     restart_ceiling_s: float = 30.0
 
@@ -309,6 +310,7 @@ class SensorMonitor:
             proc_root=settings.proc_root,
             disk_paths=settings.disk_paths,
             vault_folder=settings.vault_folder,
+            watch_units=settings.watch_units,
             scenario=self._scenario,
             control_file=settings.virtual_control,
             reads_gpm=settings.reads_gpm,

@@ -43,6 +43,7 @@ from everstep_agent.drivers.samples import (
     PortCounts,
     PortSample,
     SensorState,
+    UnitSample,
 )
 from everstep_agent.findings.profile import ProfileSample
 from everstep_agent.findings.xids import XidEntry, load_xid_table, unknown_xid_entry
@@ -64,6 +65,7 @@ SCOPES: dict[str, type[msgspec.Struct]] = {
     "pci": PciErrorSample,
     "array": ArraySample,
     "disk": DiskSample,
+    "unit": UnitSample,
     "sensor": SensorState,
     "profile": ProfileSample,
 }

@@ -28,6 +28,7 @@ from everstep.host.pci_devices import other_gpus
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.framing import FrameDecoder, encode_frame
 from everstep_agent.drivers import sysfs
+from everstep_agent.drivers.commands import at_once
 from everstep_agent.drivers.inventory import read_inventory
 from everstep_agent.drivers.pci_gpus import PciGpu, pci_gpus
 from everstep_agent.drivers.samples import InventorySample, OtherGpusSample
@@ -39,6 +40,7 @@ from everstep_agent.sensors.hardware import HardwareSensor
 from everstep_agent.sensors.host import HostSensor, PathSensor
 from everstep_agent.sensors.network import NetworkSensor
 from everstep_agent.sensors.sensor_messages import ACTIVITY_BYTES, PollResult, SensorConfig
+from everstep_agent.sensors.units import UnitSensor
 from everstep_agent.virtual.scenario import VirtualMachine
 
 DEV, ETC = Path("/dev"), Path("/etc")
@@ -76,6 +78,10 @@ class NodeSensors:
         self._network = NetworkSensor(self._sysfs, self._proc)
         self._host = HostSensor(self._proc)
         self._hardware = HardwareSensor(self._sysfs)
+        self._units = UnitSensor(config.watch_units)
+        if self._machine is not None:
+            units = config.watch_units or tuple(self._machine.host.units)
+            self._units = UnitSensor(units, self._machine.show_units, at_once)
         self._host_id = sysfs.host_identity(self._sysfs, self._proc)
         self._fabric = NodeFabricSensor(self._sysfs, self._proc, etc, dev)
         self._other_gpus: dict[str, int] = {}
@@ -158,7 +164,7 @@ class NodeSensors:
             ports=ports,
             paths=self._paths.poll() if self._machine is None else self._machine.path_samples(),
             host=self._host.poll(),
-            hardware=self._hardware.poll(),
+            hardware=msgspec.structs.replace(self._hardware.poll(), units=self._units.poll()),
             host_identity=self._host_id,
             inventory=self._inventory,
             sensor_errors=tuple(faults),

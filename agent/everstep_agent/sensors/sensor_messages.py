@@ -42,6 +42,7 @@ class SensorConfig(Sample, frozen=True, kw_only=True):
     reads_gpm: bool = False  # see ``GpuSensor``
     hold_file: str = ""  # while this file exists, NVML stays closed; empty for none
     vault_folder: str = ""  # where the vault keeps its slots; empty for no vault
+    watch_units: tuple[str, ...] = ()  # units of systemd
     machine_folder: str = ""  # where the virtual machine keeps its /sys and /proc files
     is_resumed: bool = False  # whether an earlier child of this supervisor has polled before
 

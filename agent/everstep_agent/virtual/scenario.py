@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -229,6 +229,15 @@ class VirtualDisk(StrictScenarioStruct, frozen=True, kw_only=True):
     io_errors: int = 0
 
 
+class VirtualUnit(StrictScenarioStruct, frozen=True, kw_only=True):
+    """One unit of systemd."""
+
+    load: str = "loaded"
+    active: str = "active"
+    result: str = "success"
+    restarts: int = 0
+
+
 def _named(struct: Callable[[], T], *names: str) -> Callable[[], dict[str, T]]:
     return lambda: {name: struct() for name in names}
 
@@ -259,6 +268,7 @@ class VirtualHost(StrictScenarioStruct, frozen=True, kw_only=True):
     mount_silent_s: float = 0.0
     modules: dict[str, VirtualModule] = msgspec.field(default_factory=_named(VirtualModule, "mc0/dimm0", "mc1/dimm0"))
     arrays: dict[str, VirtualArray] = msgspec.field(default_factory=_named(VirtualArray, "md0"))
+    units: dict[str, VirtualUnit] = msgspec.field(default_factory=_named(VirtualUnit, "slurmd.service"))
     disks: dict[str, VirtualDisk] = msgspec.field(default_factory=_named(VirtualDisk, "nvme0", "nvme1", "sda"))
 
 
@@ -320,7 +330,7 @@ MAX_GPUS = 64
 
 _SCENARIO_PARTS = (
     *(ScenarioFile, VirtualGpu, VirtualHost, VirtualPort, VirtualFabric, VirtualPciDevice),
-    *(VirtualModule, VirtualArray, VirtualDisk),
+    *(VirtualModule, VirtualArray, VirtualDisk, VirtualUnit),
 )
 
 
@@ -440,6 +450,15 @@ class VirtualMachine:
             PciGpu(gpu.pci_bus_id, "" if unloaded and gpu.driver == NVIDIA_DRIVER else gpu.driver, not gpu.hidden)
             for gpu in self.gpus
             if not gpu.missing
+        )
+
+    def show_units(self, units: Sequence[str]) -> str:
+        """Return what ``systemctl show`` prints of the units."""
+        missing = VirtualUnit(load="not-found", active="inactive")
+        shown = (self.host.units.get(unit, missing) for unit in units)
+        return "\n\n".join(
+            f"LoadState={unit.load}\nActiveState={unit.active}\nResult={unit.result}\nNRestarts={unit.restarts}"
+            for unit in shown
         )
 
     def path_samples(self) -> tuple[PathSample, ...]:

@@ -60,6 +60,7 @@ def test_virtual_gpus_disable_the_kernel_log() -> None:
     ("fields", "mend"),
     [
         ({"node": "a b"}, "--node"),
+        ({"watch_units": ("--all",)}, "--watch-units --all is no name"),
         ({"watch_paths": ("/", "scratch")}, "--watch-paths scratch is no absolute path"),
         ({"run_dir": Path("/tmp") / ("x" * 100)}, "shorter --run-dir"),
         ({"virtual_control": Path("/c")}, "--virtual"),
