@@ -814,6 +814,26 @@ class HardwareSamples(Sample, frozen=True, kw_only=True):
         }
 
 
+EARLIER_BOOT_S = 86_400.0
+"""Seconds since boot for which the end of the boot before is news."""
+
+
+class EarlierBoot(Sample, frozen=True, kw_only=True):
+    """What the boot before this one left."""
+
+    panicked_at: float = 0.0  # wall time of its panic; 0 for none
+    panic_lines: tuple[str, ...] = ()  # its last kernel lines, from the record of the panic
+    log_lines: tuple[str, ...] = ()  # its last kernel lines, from the journal
+
+
+class EarlierBootSample(Sample, frozen=True, kw_only=True):
+    """Judgement of the boot before this one."""
+
+    panics: int = 0
+    faults: int = 0  # lines of its kernel log that would be critical in this boot
+    detail: str = ""
+
+
 class SensorState(Sample, frozen=True, kw_only=True):
     """Health of the sensing itself."""
 

@@ -10,6 +10,8 @@ import xxhash
 
 from everstep.vocabulary import Action, Finding, FindingKind, Mode, Severity, gravest_by_key
 from everstep_agent.drivers.samples import (
+    EARLIER_BOOT_S,
+    EarlierBootSample,
     GpuSample,
     HostSample,
     LinkSample,
@@ -18,6 +20,7 @@ from everstep_agent.drivers.samples import (
     SensorState,
     XidEvent,
 )
+from everstep_agent.findings.earlier_boot import EARLIER_BOOT_SUBJECT, judge_earlier_boot
 from everstep_agent.findings.gpu_peers import compare_gpus
 from everstep_agent.findings.kernel_lines import LineFindings
 from everstep_agent.findings.memory_errors import MemoryErrors
@@ -95,6 +98,7 @@ class FindingAssessor:
         self._gpus = dict(state.gpu_reset_states)
         self._ports: dict[str, dict[str, str]] = {}
         self._uptime_s: float | None = None
+        self._earlier_boot: EarlierBootSample | None = None
         self._histories: dict[tuple[str, str], RuleHistory] = {}
         self._rule_findings: dict[tuple[str, str], Finding] = {}
         self.lines = LineFindings(policy)
@@ -170,6 +174,7 @@ class FindingAssessor:
         for scope, samples in poll.hardware.by_scope.items() if poll.hardware.is_new else ():
             for part in samples:
                 self._apply_rules(scope, part.name, part, part.detail, now)
+        self._assess_earlier_boot(poll, now)
         sensing = self._sensor_state(poll)
         self._apply_rules("sensor", SENSOR_SUBJECT, sensing, sensing.detail, now)
         self._apply_profile(poll, now)
@@ -243,6 +248,7 @@ class FindingAssessor:
     def _detect_boot(self, boot_id: str) -> None:
         before, self._boot_id = self._boot_id, boot_id or self._boot_id
         if before and before != self._boot_id:
+            self._earlier_boot = None
             self._apply_clear_event(ClearEvent.BOOT, None)
             self._dirty |= self.lines.apply_boot()
 
@@ -253,6 +259,15 @@ class FindingAssessor:
             if subject in (None, key[1], _gpu_of_link(key[1])) and history.apply_clear_event(event):
                 self._rule_findings.pop(key, None)
                 self._dirty = True
+
+    def _assess_earlier_boot(self, poll: PollResult, now: Instant) -> None:
+        """Show what the boot before left, until this one has lasted for a day."""
+        if poll.earlier_boot is not None:
+            self._earlier_boot = judge_earlier_boot(self._policy, poll.earlier_boot)
+        if self._earlier_boot is not None and poll.hardware.is_new:
+            is_news = (self._uptime_s or 0.0) < EARLIER_BOOT_S
+            sample = self._earlier_boot if is_news else EarlierBootSample()
+            self._apply_rules("earlier_boot", EARLIER_BOOT_SUBJECT, sample, sample.detail, now)
 
     # Ports
 

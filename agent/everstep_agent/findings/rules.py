@@ -30,6 +30,7 @@ from everstep.vocabulary import Action, Finding, FindingKind, Mode, Severity
 from everstep_agent.drivers.samples import (
     ArraySample,
     DiskSample,
+    EarlierBootSample,
     FabricSample,
     GpuComparison,
     GpuSample,
@@ -66,6 +67,7 @@ SCOPES: dict[str, type[msgspec.Struct]] = {
     "array": ArraySample,
     "disk": DiskSample,
     "unit": UnitSample,
+    "earlier_boot": EarlierBootSample,
     "sensor": SensorState,
     "profile": ProfileSample,
 }

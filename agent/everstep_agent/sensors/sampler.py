@@ -6,6 +6,7 @@ here. The process judges nothing, so it may be killed at any time.
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import signal
@@ -32,6 +33,7 @@ from everstep_agent.drivers.commands import at_once
 from everstep_agent.drivers.inventory import read_inventory
 from everstep_agent.drivers.pci_gpus import PciGpu, pci_gpus
 from everstep_agent.drivers.samples import InventorySample, OtherGpusSample
+from everstep_agent.sensors.earlier_boot import EarlierBootSensor
 from everstep_agent.sensors.fabric import NodeFabricSensor
 from everstep_agent.sensors.gpu import GpuSensor
 from everstep_agent.sensors.gpu_driver import GpuDriver
@@ -79,7 +81,12 @@ class NodeSensors:
         self._host = HostSensor(self._proc)
         self._hardware = HardwareSensor(self._sysfs)
         self._units = UnitSensor(config.watch_units)
+        # What an earlier process of this agent has read, its supervisor knows.
+        self._earlier_boot = EarlierBootSensor(self._sysfs, SYSTEM_CLOCK, _has_started=config.is_resumed)
         if self._machine is not None:
+            self._earlier_boot = EarlierBootSensor(
+                self._sysfs, SYSTEM_CLOCK, self._sysfs, self._machine.journal_lines, at_once, math.inf
+            )
             units = config.watch_units or tuple(self._machine.host.units)
             self._units = UnitSensor(units, self._machine.show_units, at_once)
         self._host_id = sysfs.host_identity(self._sysfs, self._proc)
@@ -158,12 +165,14 @@ class NodeSensors:
             boot_id = sysfs.boot_id(self._proc)
         except OSError as error:
             faults.append(("boot id", str(error)))
+        host = self._host.poll()
         return PollResult(
             is_full=True,
             boot_id=boot_id,
             ports=ports,
             paths=self._paths.poll() if self._machine is None else self._machine.path_samples(),
-            host=self._host.poll(),
+            host=host,
+            earlier_boot=self._earlier_boot.poll(host.uptime_s),
             hardware=msgspec.structs.replace(self._hardware.poll(), units=self._units.poll()),
             host_identity=self._host_id,
             inventory=self._inventory,

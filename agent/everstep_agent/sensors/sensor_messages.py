@@ -7,6 +7,7 @@ import msgspec
 from everstep.vocabulary import Finding
 from everstep.wire.v1.agent import UNKNOWN_HOST, Gpu, Host
 from everstep_agent.drivers.samples import (
+    EarlierBoot,
     GpuSample,
     HardwareSamples,
     HostSample,
@@ -59,6 +60,7 @@ class PollResult(Sample, frozen=True, kw_only=True):
     paths: tuple[PathSample, ...] = ()
     host: HostSample = HostSample()
     hardware: HardwareSamples = HardwareSamples()
+    earlier_boot: EarlierBoot | None = None  # what the boot before left, at one poll
     host_identity: Host = UNKNOWN_HOST
     inventory: InventorySample = InventorySample()
     xids: tuple[XidEvent, ...] = ()

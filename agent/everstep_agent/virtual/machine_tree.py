@@ -119,6 +119,8 @@ def _host_entries(host: VirtualHost, boot_id: str) -> Iterator[tuple[str, str]]:
     yield "proc/sys/fs/file-nr", f"{round(_MAX_FILES * host.open_files_fraction)}\t0\t{_MAX_FILES}"
     yield "proc/sys/kernel/osrelease", host.kernel
     yield "proc/sys/kernel/random/boot_id", boot_id
+    if host.panic_lines:
+        yield "sys/fs/pstore/dmesg-efi-179000000001001", "\n".join(["Panic#1 Part1", *host.panic_lines])
     for pid, state in enumerate("D" * host.stuck_processes + "Z" * host.zombies, _FIRST_PID):
         yield f"proc/{pid}/stat", f"{pid} (virtual) {state} 1 1"
 

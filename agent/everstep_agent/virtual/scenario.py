@@ -268,6 +268,8 @@ class VirtualHost(StrictScenarioStruct, frozen=True, kw_only=True):
     mount_silent_s: float = 0.0
     modules: dict[str, VirtualModule] = msgspec.field(default_factory=_named(VirtualModule, "mc0/dimm0", "mc1/dimm0"))
     arrays: dict[str, VirtualArray] = msgspec.field(default_factory=_named(VirtualArray, "md0"))
+    panic_lines: tuple[str, ...] = ()  # lines of the panic in which the boot before ended
+    earlier_lines: tuple[str, ...] = ()  # last kernel lines of that boot, in the journal
     units: dict[str, VirtualUnit] = msgspec.field(default_factory=_named(VirtualUnit, "slurmd.service"))
     disks: dict[str, VirtualDisk] = msgspec.field(default_factory=_named(VirtualDisk, "nvme0", "nvme1", "sda"))
 
@@ -460,6 +462,10 @@ class VirtualMachine:
             f"LoadState={unit.load}\nActiveState={unit.active}\nResult={unit.result}\nNRestarts={unit.restarts}"
             for unit in shown
         )
+
+    def journal_lines(self) -> tuple[str, ...]:
+        """Return the last kernel lines of the boot before."""
+        return self.host.earlier_lines
 
     def path_samples(self) -> tuple[PathSample, ...]:
         host = self.host
