@@ -682,10 +682,10 @@ class ArraySample(Sample, frozen=True, kw_only=True):
 
     @property
     def lost_disks(self) -> int | None:
-        """Disks that it has lost. While a new disk is filled, or disks are added, none is."""
+        """Disks that it has lost. While an operator adds disks and they are filled, none is."""
         if self.missing is None:
             return None
-        is_filling = self.sync_action in ("recover", "reshape")
+        is_filling = self.sync_action in ("recover", "reshape", "frozen")
         missing = self.missing if self.was_whole and not is_filling else 0
         return max(missing, len(self.faulty))
 
