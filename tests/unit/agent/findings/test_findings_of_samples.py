@@ -6,7 +6,17 @@ import msgspec
 import pytest
 
 from everstep.vocabulary import Action, Finding, Mode, Severity
-from everstep_agent.drivers.samples import OtherGpusSample, PortRole, PortSample, SensorState, XidEvent
+from everstep_agent.drivers.samples import (
+    ArraySample,
+    HardwareSamples,
+    MemorySample,
+    OtherGpusSample,
+    PciErrorSample,
+    PortRole,
+    PortSample,
+    SensorState,
+    XidEvent,
+)
 from everstep_agent.findings.assessment import AssessorState
 from everstep_agent.findings.kernel_lines import MAX_LINE_FINDINGS
 from everstep_agent.findings.xid_history import MAX_XID_RECORDS
@@ -388,3 +398,28 @@ def test_gpus_of_another_vendor_are_told_until_they_leave() -> None:
     assert (finding.severity, finding.action) == (Severity.INFO, Action.NONE)
     assert "GPUs of AMD are not watched: this node has 8" in finding.message
     assert judge.polls(12, other_gpus=(OtherGpusSample(vendor="AMD", unwatched=0),)) == set()
+
+
+def test_memory_module_is_named_below_its_controller() -> None:
+    judge = TimedAssessor()
+    module = MemorySample(name="mc0/dimm3", label="CPU0_C1_D0", corrected=0, uncorrected=1)
+    judge.polls(1, hardware=HardwareSamples(is_new=True, memory=(module,)))
+    assert (only(judge).key, only(judge).mode) == ("host.memory/MC0", Mode.RECOMMEND)
+    assert only(judge).evidence == {"module": "mc0/dimm3", "label": "CPU0_C1_D0"}
+    assert "memory module CPU0_C1_D0" in only(judge).message
+
+
+def test_errors_of_a_link_name_the_gpu() -> None:
+    judge = TimedAssessor()
+    for errors in (7, 2007):
+        end = PciErrorSample(name=f"{BUS}.0", device=f"{BUS}.0", corrected=errors)
+        judge.polls(1, gpu(), hardware=HardwareSamples(is_new=True, pci=(end,)))
+    assert (only(judge).key, only(judge).value) == (f"host.kernel/{BUS}.0", 2000)
+    assert only(judge).evidence == {"uuid": "GPU-a"}
+
+
+def test_stopped_array_has_no_finding() -> None:
+    judge = TimedAssessor()
+    degraded = ArraySample(name="md0", level="raid1", state="clean", missing=1)
+    assert judge.polls(1, hardware=HardwareSamples(is_new=True, arrays=(degraded,))) == {"host.disk/md0"}
+    assert judge.polls(40, hardware=HardwareSamples(is_new=True, arrays=(ArraySample(name="md0"),))) == set()
