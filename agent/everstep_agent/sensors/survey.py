@@ -22,10 +22,11 @@ from everstep_agent.drivers.kmsg import KernelLog, LogPosition, is_null_device
 from everstep_agent.drivers.pci_gpus import PciGpu, pci_gpus
 from everstep_agent.drivers.samples import FABRIC_ROLES, GpuSample, Sample
 from everstep_agent.sensors.gpu import GpuSensor
+from everstep_agent.sensors.hardware import HardwareSensor
 from everstep_agent.sensors.host import HostSensor
 from everstep_agent.sensors.network import NetworkSensor
 
-CHECKS = ("kernel log", "host", "network ports", "PCI bus", "GPUs")
+CHECKS = ("kernel log", "host", "network ports", "PCI bus", "hardware", "GPUs")
 """Names of the sensors, in the order in which they are read."""
 
 SYS = Path("/sys")
@@ -50,6 +51,7 @@ def survey(sys_root: Path, proc: Path, dev: Path, kernel_log: str) -> Iterator[C
         lambda: check_host(proc),
         lambda: check_ports(sys_root, proc, is_own_sysfs=sys_root == SYS),
         lambda: check_bus(sys_root, proc, dev, bus),
+        lambda: check_hardware(sys_root),
         lambda: check_gpus(bus),
     )
     for name, check in zip(CHECKS, checks, strict=True):
@@ -121,6 +123,17 @@ def check_ports(sys_root: Path, proc: Path, *, is_own_sysfs: bool) -> Iterator[C
     elif not shows_own_network:
         seen = f"shown only: {_listed(others)}" if others else "no port with a device is here"
         yield ok(name, f"no port of a compute or storage network; {seen}")
+
+
+def check_hardware(sys_root: Path) -> Iterator[CheckResult]:
+    """Count the parts around the GPUs whose errors are watched."""
+    samples = HardwareSensor(sys_root).poll()
+    advice = "" if samples.memory else "; memory errors are counted once an EDAC driver of the platform is loaded"
+    yield ok(
+        "hardware",
+        f"watched: {len(samples.memory)} counters of memory, {len(samples.pci)} ends of PCIe links, "
+        f"{len(samples.arrays)} RAID arrays, {len(samples.disks)} disks{advice}",
+    )
 
 
 def check_bus(sys_root: Path, proc: Path, dev: Path, found: list[PciGpu]) -> Iterator[CheckResult]:

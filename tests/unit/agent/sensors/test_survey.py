@@ -43,6 +43,9 @@ def test_survey_of_a_healthy_machine_is_well(tree: MachineTree, log: Path) -> No
     assert sentences["GPUs"].startswith("8 of 8 GPUs answer, driver ")
     assert sentences["kernel log"].startswith("1 lines of the kernel in")
     assert "mlx5_0/1 (compute)" in sentences["network ports"]
+    assert sentences["hardware"].startswith(
+        "watched: 4 counters of memory, 10 ends of PCIe links, 1 RAID arrays, 3 disk"
+    )
 
 
 def test_survey_names_the_gpu_that_fails(
