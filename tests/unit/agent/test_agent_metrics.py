@@ -254,7 +254,7 @@ DASHBOARD_12239 = (
 
 def dcgm_names(machine: VirtualMachine) -> set[str]:
     """Return the families of dcgm-exporter for the GPUs of a machine, through the real sensor."""
-    sensor = GpuSensor(slow_every=1, set_activity=lambda activity: None)
+    sensor = GpuSensor(slow_every=1, set_activity=lambda activity: None, reads_gpm=True)
     sensor.poll()
     poll = PollResult(is_full=True, gpus=sensor.poll(), driver_version="570.1")
     collector = AgentCollector(lambda: numbers(sensor_report=SensorReport(poll=poll)), dcgm_names=True)
