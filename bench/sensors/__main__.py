@@ -1,0 +1,93 @@
+"""Harmless events and faults through the real sensors, a month of ordinary life, and what findings cost.
+
+    python -m bench.sensors [--only TEXT] [--json FILE]   rows of bench/sensor_events on virtual machines
+
+The exit status is 1 if a row fails: a fault without its finding, a finding above info that the row does not expect, or
+one that does not clear.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from bench.sensors.events import Outcome, load_rows, run_row
+from bench.table import WIDTH_IN_A_FILE, Row, finish, parser_of
+from everstep_agent.findings.rules import load_policy
+
+KINDS: dict[str, Callable[[Outcome], bool]] = {
+    "harmless events": lambda outcome: not outcome.row.fault,
+    "faults": lambda outcome: outcome.row.fault and not outcome.row.at_start,
+    "faults from before the start": lambda outcome: outcome.row.fault and outcome.row.at_start,
+}
+
+
+def run_events(only: str, json_path: Path | None) -> int:
+    """Run the rows whose name has the text ``only``, print tables, and return the exit status."""
+    policy = load_policy()
+    rows = [row for row in load_rows() if only in row.name]
+    outcomes = [run_row(row, policy) for row in track(rows, description="events", transient=True)]
+    console = Console(width=None if sys.stdout.isatty() else WIDTH_IN_A_FILE)
+    console.print(table_of_kinds(outcomes))
+    for outcome in outcomes:
+        if not outcome.is_right:
+            console.print(f"[red]{outcome.row.name}[/]: {outcome.problems}", highlight=False)
+    status = finish("Events", figures(outcomes), json_path)
+    return int(status or any(not outcome.is_right for outcome in outcomes))
+
+
+def table_of_kinds(outcomes: Sequence[Outcome]) -> Table:
+    """Return a table with a row for each kind of event."""
+    table = Table(title="Events through the real sensors")
+    for column in ("kind", "events", "found", "right subject", "right action", "with other findings", "not cleared"):
+        table.add_column(column, justify="left" if column == "kind" else "right")
+    for name, belongs in KINDS.items():
+        of_kind = [outcome for outcome in outcomes if belongs(outcome)]
+        counts = (
+            sum(not outcome.missing for outcome in of_kind),
+            sum(not outcome.missing and not outcome.wrong_subject for outcome in of_kind),
+            sum(not outcome.missing and not outcome.wrong_subject and not outcome.wrong_action for outcome in of_kind),
+        )
+        found = map(str, counts) if name != "harmless events" else ("", "", "")
+        others = sum(bool(outcome.others) for outcome in of_kind)
+        lasting = sum(bool(outcome.lasting) for outcome in of_kind)
+        table.add_row(name, str(len(of_kind)), *found, str(others), str(lasting))
+    return table
+
+
+def figures(outcomes: Sequence[Outcome]) -> list[Row]:
+    """Return the figures that are judged."""
+    harmless = [outcome for outcome in outcomes if not outcome.row.fault]
+    faults = [outcome for outcome in outcomes if outcome.row.fault]
+    early = [outcome for outcome in faults if outcome.row.at_start]
+    return [
+        Row("harmless events", len(harmless), "events"),
+        Row("harmless events that evict", sum(bool(outcome.evicting) for outcome in harmless), "events", 0, 0),
+        Row("harmless events with a finding above info", sum(bool(each.others) for each in harmless), "events", 2, 0),
+        Row("faults", len(faults), "events"),
+        Row("faults missed, or with a wrong subject or action", sum(map(_is_missed, faults)), "events", 0, 0),
+        Row("faults with another finding above info", sum(bool(each.others) for each in faults), "events", None, 0),
+        Row("findings that do not clear", sum(bool(each.lasting) for each in outcomes), "events", 0, 0),
+        Row("faults from before the start that are missed", sum(map(_is_missed, early)), "events", 2, 0),
+        Row("polls", sum(outcome.polls for outcome in outcomes), ""),
+    ]
+
+
+def _is_missed(outcome: Outcome) -> bool:
+    return bool(outcome.missing or outcome.wrong_subject or outcome.wrong_action)
+
+
+def main(argv: list[str]) -> int:
+    parser = parser_of("sensors", __doc__)
+    parser.add_argument("--only", default="", help="rows whose name has this text")
+    options = parser.parse_args(argv)
+    return run_events(options.only, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
