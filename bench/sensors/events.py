@@ -22,8 +22,10 @@ SETTLED_POLLS = 12
 """Polls before a change: every slow value was read once, and again."""
 CLEAR_POLLS = 12
 """Polls at 1 Hz after a change was undone."""
-CLEARING_POLLS = 40
-"""Polls over which the longest clearing time passes, after those at 1 Hz."""
+CLEARING_POLLS = 130
+"""Polls at most after those: 90, since processes and the PCI bus are looked at by every 30th and 60th, and then 40 over
+which the longest clearing time passes."""
+TIMED_POLLS = 40
 EVENT_POLLS = 14
 """Polls after a reset, a boot or an exchange: findings that the next polls clear may take ten seconds."""
 EVICTING = frozenset((Action.RESET_GPU, Action.REBOOT_NODE, Action.DRAIN, Action.REPAIR))
@@ -150,14 +152,18 @@ def _undo(node: BenchNode, policy: FindingPolicy) -> tuple[str, ...]:
     node.change({})
     node.skew_s = 0.0
     _poll(node, CLEAR_POLLS)
-    if longest_s := max((_clearing_s(finding, policy) for finding in node.findings), default=0.0):
-        step_s = max(1.0, 1.05 * longest_s / CLEARING_POLLS)
-        _poll(node, CLEARING_POLLS, step_s)
+    longest_s = max((_clearing_s(finding, policy) for finding in node.findings), default=0.0)
+    for _ in range(CLEARING_POLLS):
+        if not any(_clearing_s(finding, policy) for finding in node.findings):
+            break
+        node.poll(max(1.0, 1.05 * longest_s / TIMED_POLLS))
     untimely = {finding.rule for finding in node.findings if _clearing_s(finding, policy)}
     for cure in _cures(node):
         if not node.findings:
             break
         node.change(cure)
+        if "boot_id" in cure:
+            node.restart_sensors()
         _poll(node, EVENT_POLLS)
     remaining = {finding.rule: _shown(finding) for finding in node.findings}
     return tuple(sorted({*remaining.values(), *(f"{rule} in time" for rule in untimely)}))
@@ -173,12 +179,14 @@ def _cures(node: BenchNode) -> list[dict[str, Any]]:
 
 def _clearing_s(finding: Finding, policy: FindingPolicy) -> float:
     """Return the seconds without its cause after which a finding has to clear; 0 if only an event clears it."""
-    rules = {rule.id: rule.clear_after_s for rule in (*policy.rules, *policy.line_rules)}
     if finding.rule.startswith("xid-"):
         return policy.xid_clearing[finding.action].clear_after_s or 0.0
     if finding.rule.startswith("sxid-"):
         return 0.0 if finding.severity is Severity.CRITICAL else 600.0
-    return rules.get(finding.rule) or 0.0
+    for rule in policy.rules:
+        if rule.id == finding.rule and rule.clear_after_s is not None:
+            return max(rule.window_s + rule.clear_after_s, rule.clear_unknown_after_s or 0.0)
+    return next((rule.clear_after_s or 0.0 for rule in policy.line_rules if rule.id == finding.rule), 0.0)
 
 
 def _poll(node: BenchNode, count: int, after_s: float = 1.0) -> None:

@@ -116,6 +116,10 @@ class BenchNode:
         while read := self._log.read():
             self.assessor.process_kernel_lines(read, self.now())
 
+    def restart_sensors(self) -> None:
+        """Begin with new sensors at the next poll, as after a boot."""
+        self._sensors = None
+
     def poll(self, after_s: float = POLL_S) -> None:
         """Poll once, ``after_s`` seconds after the last poll."""
         self.clock.step(after_s)
