@@ -97,6 +97,10 @@ bench: $(STAMP) ## every bench in its quick size
 	$(BIN)/python -m bench.exactness --quick --sizes 2,25
 	$(BIN)/python -m bench.sdc --quick
 	$(BIN)/python -m bench.calm --quick
+	$(BIN)/python -m bench.sensors --quick
+	$(BIN)/python -m bench.sensors --noise --quick
+	$(BIN)/python -m bench.sensors --latency --quick
+	$(BIN)/python -m bench.sensors --cost --quick
 
 .PHONY: gpu-bundle
 gpu-bundle: ## pack the wheels that make gpu needs where there is no package index

@@ -1,13 +1,17 @@
-"""Harmless events and faults through the real sensors, a month of ordinary life, and what findings cost.
+"""Harmless events and faults through the real sensors, a month of ordinary life, and what sensing costs.
 
     python -m bench.sensors [--only TEXT] [--json FILE]   rows of bench/sensor_events on virtual machines
+    python -m bench.sensors --noise [--quick]             30 simulated days of 1,000 healthy nodes
+    python -m bench.sensors --latency                     from a fault to the controller's event stream
+    python -m bench.sensors --cost                        CPU and memory of an agent, and memory over a month
 
-The exit status is 1 if a row fails: a fault without its finding, a finding above info that the row does not expect, or
-one that does not clear.
+Rows: the exit status is 1 if one fails, that is, a fault without its finding, a finding above info that the row does
+not expect, or one that does not clear. ``--quick`` takes a sixth of the rows, 20 nodes for 10 days, 5 faults, or 5 s.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,6 +20,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from bench.sensors import cost, latency, noise
 from bench.sensors.events import Outcome, load_rows, run_row
 from bench.table import WIDTH_IN_A_FILE, Row, finish, parser_of
 from everstep_agent.findings.rules import load_policy
@@ -27,10 +32,13 @@ KINDS: dict[str, Callable[[Outcome], bool]] = {
 }
 
 
-def run_events(only: str, json_path: Path | None) -> int:
+QUICK_EVERY = 6
+
+
+def run_events(only: str, is_quick: bool, json_path: Path | None) -> int:
     """Run the rows whose name has the text ``only``, print tables, and return the exit status."""
     policy = load_policy()
-    rows = [row for row in load_rows() if only in row.name]
+    rows = [row for row in load_rows() if only in row.name][:: QUICK_EVERY if is_quick else 1]
     outcomes = [run_row(row, policy) for row in track(rows, description="events", transient=True)]
     console = Console(width=None if sys.stdout.isatty() else WIDTH_IN_A_FILE)
     console.print(table_of_kinds(outcomes))
@@ -82,11 +90,32 @@ def _is_missed(outcome: Outcome) -> bool:
     return bool(outcome.missing or outcome.wrong_subject or outcome.wrong_action)
 
 
+def run_noise(is_quick: bool, json_path: Path | None) -> int:
+    """Simulate the month, print its findings, and return the exit status."""
+    nodes, days, every = (20, 10.0, 6) if is_quick else (1000, 30.0, 1)
+    totals = noise.simulate(nodes, days, load_policy(), every)
+    for cause, count in totals.above_info.most_common():
+        print(f"{count} times {cause}")
+    return finish("Ordinary life", noise.figures(totals, nodes, days), json_path)
+
+
 def main(argv: list[str]) -> int:
     parser = parser_of("sensors", __doc__)
     parser.add_argument("--only", default="", help="rows whose name has this text")
+    parser.add_argument("--noise", action="store_true", help="simulate a month of a healthy fleet")
+    parser.add_argument("--latency", action="store_true", help="measure from a fault to the controller")
+    parser.add_argument("--cost", action="store_true", help="measure CPU and memory")
     options = parser.parse_args(argv)
-    return run_events(options.only, options.json)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
+    if options.noise:
+        return run_noise(options.quick, options.json)
+    if options.latency:
+        rows = latency.measure(5 if options.quick else 20)
+        return finish("From a fault to the controller", rows, options.json)
+    if options.cost:
+        rows = [*cost.measure_processes(5.0 if options.quick else 60.0), *cost.measure_month()]
+        return finish("What sensing costs", rows, options.json)
+    return run_events(options.only, options.quick, options.json)
 
 
 if __name__ == "__main__":

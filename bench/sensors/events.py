@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from bench.sensors.node import BenchNode
+from bench.sensors.node import MEMORY_FOLDER, BenchNode
 from everstep.settings import load_toml
 from everstep.vocabulary import Action, Finding, Mode, Severity
 from everstep_agent.findings.rules import FindingPolicy
@@ -117,7 +117,7 @@ def load_machine(name: str) -> Scenario:
 def run_row(row: EventRow, policy: FindingPolicy) -> Outcome:
     """Run a row on a machine of its own, and compare its findings with those that it expects."""
     with (
-        tempfile.TemporaryDirectory(prefix="everstep-bench-") as folder,
+        tempfile.TemporaryDirectory(prefix="everstep-bench-", dir=MEMORY_FOLDER) as folder,
         BenchNode(load_machine(row.machine), policy, Path(folder)) as node,
     ):
         if not row.at_start:

@@ -18,9 +18,12 @@ from everstep_agent.drivers.kmsg import KernelLog
 from everstep_agent.findings.assessment import AssessorState, FindingAssessor, Instant
 from everstep_agent.findings.rules import FindingPolicy
 from everstep_agent.sensors import sampler
-from everstep_agent.sensors.sensor_messages import ACTIVITY_BYTES, SensorConfig
+from everstep_agent.sensors.sensor_messages import ACTIVITY_BYTES, PollResult, SensorConfig
 from everstep_agent.virtual import virtual_nvml
 from everstep_agent.virtual.scenario import Scenario
+
+MEMORY_FOLDER = "/dev/shm" if os.path.isdir("/dev/shm") else None
+"""Where nodes keep their files: a node's tree has hundreds, as those of /sys are in memory, too."""
 
 START_WALL = 1_800_000_000.0
 POLL_S = 1.0
@@ -121,18 +124,23 @@ class BenchNode:
         self._sensors = None
 
     def poll(self, after_s: float = POLL_S) -> None:
-        """Poll once, ``after_s`` seconds after the last poll."""
+        """Poll once, ``after_s`` seconds after the last poll, and judge the result."""
+        poll = self.sense(after_s)
+        self.assessor.process_poll(poll, self.skew_s, self.now())
+        sensors = self._sensors
+        if sensors is not None and (events := sensors.wait_xid_events(self.clock.monotonic() + EVENT_WAIT_S)):
+            self.assessor.process_xid_events(events.xids, self.now())
+
+    def sense(self, after_s: float = POLL_S) -> PollResult:
+        """Return a poll, ``after_s`` seconds after the last one."""
         self.clock.step(after_s)
         if self._sensors is None:
             self._sensors = sampler.NodeSensors(self._config, self._page)
         urgent = self._sensors.poll_urgent()
         if urgent is not None:
             self.assessor.process_kernel_lines(urgent.kernel_lines, self.now())
-        self.assessor.process_poll(self._sensors.poll(), self.skew_s, self.now())
-        events = self._sensors.wait_xid_events(self.clock.monotonic() + EVENT_WAIT_S)
-        if events is not None:
-            self.assessor.process_xid_events(events.xids, self.now())
         self.polls += 1
+        return self._sensors.poll()
 
     def _expanded(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Return the changes, with those of GPU or port ``*`` for each that exists."""

@@ -64,6 +64,9 @@ def sweep() -> None:
 class Node:
     """One pretended machine: a virtual GPU, an agent with its vault, a launcher with its rank, a kernel log."""
 
+    virtual = "default:1"
+    """The virtual machine: ``default:N`` has N GPUs."""
+
     def __init__(self, world: World, name: str) -> None:
         self.name = name
         self.world = world
@@ -109,7 +112,7 @@ class Node:
                 str(token),
             ]
             + ["--run-dir", str(self.folder), "--segment-dir", str(self.world.shared_memory / self.name)]
-            + ["--virtual", "default:1", "--virtual-control", str(self.control), "--kernel-log", str(self.kernel_log)]
+            + ["--virtual", self.virtual, "--virtual-control", str(self.control), "--kernel-log", str(self.kernel_log)]
             + ["--rack", f"rack-{self.name}", *([] if vault_outlives else ["--die-with-parent"])],
             self.environment,
         )
