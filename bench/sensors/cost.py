@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import tempfile
 import time
+import tracemalloc
 from pathlib import Path
 
 from bench.sensors.events import load_machine
@@ -21,9 +21,9 @@ WARM_UP_S = 10.0
 HANG_S = 12.0
 """Seconds after which a hung GPU's thread was left behind, and a new one reads the others."""
 
-POLL_EVERY_S = 360.0
+POLL_EVERY_S = 900.0
 """Seconds between two polls of the month; polls at 1 Hz would take two hours of CPU."""
-POLLS_A_DAY = 240
+POLLS_A_DAY = 96
 FIRST_DAYS, DAYS = 5, 30
 LINES_AN_HOUR = 20
 XIDS = 29
@@ -36,8 +36,6 @@ FAULTS: tuple[dict[str, object], ...] = (
     {},
 )
 """Changes that take turns, one a day of the month, so that findings come and go."""
-
-_MIB = 1 << 20
 
 
 def measure_processes(seconds: float) -> list[Row]:
@@ -67,7 +65,8 @@ def measure_processes(seconds: float) -> list[Row]:
 
 
 def measure_month() -> list[Row]:
-    """Return how memory grows in a month of a troubled node, in this process: sensors and assessment."""
+    """Return how the memory in use grows in a month of a troubled node: sensors and assessment, in this process."""
+    tracemalloc.start()
     with (
         tempfile.TemporaryDirectory(prefix="everstep-bench-", dir=MEMORY_FOLDER) as folder,
         BenchNode(load_machine("dgx"), load_policy(), Path(folder)) as node,
@@ -78,9 +77,10 @@ def measure_month() -> list[Row]:
             _live_a_day(node, day)
             if day in (FIRST_DAYS, DAYS):
                 gc.collect()
-                at_days[day] = _rss()
-    growth = at_days[DAYS] - at_days[FIRST_DAYS]
-    return [Row(f"growth from day {FIRST_DAYS} to day {DAYS} of a troubled node", growth, "MiB", 1.0, 0.25)]
+                at_days[day] = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    growth = (at_days[DAYS] - at_days[FIRST_DAYS]) / 1024
+    return [Row(f"memory in use: growth from day {FIRST_DAYS} to {DAYS} of a troubled node", growth, "KiB", 256, 64)]
 
 
 def _live_a_day(node: BenchNode, day: int) -> None:
@@ -111,7 +111,3 @@ def _pss(pid: int) -> float:
         if line.startswith("Pss:"):
             return int(line.split()[1]) / 1024
     raise OSError(f"process {pid} has no Pss line")
-
-
-def _rss() -> float:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / _MIB

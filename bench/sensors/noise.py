@@ -40,7 +40,7 @@ BOOT_S = 120
 """Seconds after the agent's start for which ports and links of a node that boots are down."""
 SETTLED_POLLS = 3
 
-ROW_PER_DAY = 0.02
+ROW_PER_DAY = 0.01
 """Events of a row on a node and day, unless ``ROWS_PER_DAY`` names it."""
 ROWS_PER_DAY = {
     "user-program-segfaults": 0.5,
@@ -59,16 +59,16 @@ ROWS_PER_DAY = {
     "driver-modules-reloaded": 0.03,
     "infiniband-port-disabled": 0.05,
     "storage-port-disabled": 0.03,
-    "port-moves-into-container": 0.3,
-    "virtual-function-removed": 0.3,
+    "port-moves-into-container": 0.2,
+    "virtual-function-removed": 0.1,
     "management-cable-pulled": 0.01,
     "bmc-port-vanishes": 0.05,
     "network-card-firmware-reset": 0.01,
     "subnet-manager-restarts": 0.03,
-    "short-heat": 0.3,
+    "short-heat": 0.2,
     "short-memory-heat": 0.1,
-    "short-hardware-slowdown": 0.5,
-    "checkpoint-writers-wait": 0.3,
+    "short-hardware-slowdown": 0.2,
+    "checkpoint-writers-wait": 0.1,
     "storage-pauses": 0.1,
     "clock-off-by-a-second": 0.05,
     "high-load": 0.2,
