@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ import msgspec
 from bench.sensors.node import MEMORY_FOLDER, BenchNode
 from everstep.settings import load_toml
 from everstep.vocabulary import Action, Finding, Mode, Severity
-from everstep_agent.findings.rules import FindingPolicy
+from everstep_agent.findings.profile import LEARN_S, MAX_STEP_S, SavedProfile
+from everstep_agent.findings.rules import FindingPolicy, load_policy
 from everstep_agent.virtual.scenario import Scenario, load_scenario
 
 EVENT_FOLDER = Path(__file__).parents[1] / "sensor_events"
@@ -114,11 +117,26 @@ def load_machine(name: str) -> Scenario:
     return load_scenario(str(MACHINE_FOLDER / f"{name}.toml"), "bench")
 
 
-def run_row(row: EventRow, policy: FindingPolicy) -> Outcome:
-    """Run a row on a machine of its own, and compare its findings with those that it expects."""
+@lru_cache(maxsize=32)
+def _learned_profile(machine: str) -> bytes:
+    """Return what an earlier agent has learned of the healthy machine."""
     with (
         tempfile.TemporaryDirectory(prefix="everstep-bench-", dir=MEMORY_FOLDER) as folder,
-        BenchNode(load_machine(row.machine), policy, Path(folder)) as node,
+        BenchNode(load_machine(machine), load_policy(), Path(folder)) as node,
+    ):
+        _poll(node, SETTLED_POLLS)
+        _poll(node, math.ceil(LEARN_S / MAX_STEP_S) + SETTLED_POLLS, MAX_STEP_S)
+        return msgspec.json.encode(node.assessor.profile.export())
+
+
+def run_row(row: EventRow, policy: FindingPolicy) -> Outcome:
+    """Run a row on a machine of its own, and compare its findings with those that it expects."""
+    # A harmless event that was there before is how the machine was built: no agent knows it otherwise.
+    is_new_machine = row.at_start and not row.fault
+    profile = None if is_new_machine else msgspec.json.decode(_learned_profile(row.machine), type=SavedProfile)
+    with (
+        tempfile.TemporaryDirectory(prefix="everstep-bench-", dir=MEMORY_FOLDER) as folder,
+        BenchNode(load_machine(row.machine), policy, Path(folder), profile=profile) as node,
     ):
         if not row.at_start:
             _poll(node, SETTLED_POLLS)

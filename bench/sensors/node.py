@@ -16,6 +16,7 @@ import msgspec
 from everstep.vocabulary import Finding
 from everstep_agent.drivers.kmsg import KernelLog
 from everstep_agent.findings.assessment import AssessorState, FindingAssessor, Instant
+from everstep_agent.findings.profile import NodeProfile, SavedProfile
 from everstep_agent.findings.rules import FindingPolicy
 from everstep_agent.sensors import sampler
 from everstep_agent.sensors.sensor_messages import ACTIVITY_BYTES, PollResult, SensorConfig
@@ -57,7 +58,14 @@ class BenchNode:
     a context: it replaces the process's NVML, and the sensors' clock.
     """
 
-    def __init__(self, scenario: Scenario, policy: FindingPolicy, folder: Path, slow_every: int = 10) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        policy: FindingPolicy,
+        folder: Path,
+        slow_every: int = 10,
+        profile: SavedProfile | None = None,
+    ) -> None:
         self.clock = SteppedClock()
         self.skew_s: float | None = 0.0
         self.polls = 0
@@ -82,7 +90,7 @@ class BenchNode:
         self._config, self.scenario = config, scenario
         self._page = mmap.mmap(-1, ACTIVITY_BYTES)
         self._sensors: sampler.NodeSensors | None = None
-        self.assessor = FindingAssessor(policy, "bench", None, AssessorState(), self.now())
+        self.assessor = FindingAssessor(policy, "bench", None, AssessorState(), self.now(), NodeProfile(profile))
 
     def __enter__(self) -> BenchNode:
         return self
