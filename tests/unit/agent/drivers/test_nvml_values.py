@@ -100,7 +100,7 @@ def machine(control: Control) -> Iterator[VirtualMachine]:
 
 
 def sensor_of(machine: VirtualMachine) -> GpuSensor:
-    return GpuSensor(slow_every=1, set_activity=lambda activity: None, on_bus=machine.pci_gpus)
+    return GpuSensor(slow_every=1, set_activity=lambda activity: None, on_bus=machine.pci_gpus, reads_gpm=True)
 
 
 def missing(sample: GpuSample) -> set[str]:
