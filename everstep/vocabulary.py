@@ -47,6 +47,7 @@ class FindingKind(StrEnum):
     SENSOR_STALE = "sensor.stale"
     NODE_FLAPPING = "node.flapping"
     NODE_CHANGED = "node.changed"
+    NODE_NOTICE = "node.notice"
     RANK_FLAPPING = "rank.flapping"
     RANK_STRAGGLER = "rank.straggler"
     RANK_LOSS = "rank.loss"

@@ -229,7 +229,8 @@ def _digest_input(effect: Effect) -> object:
             orders, way = node.scheduling, node.quarantine
             held = orders.hold_reason, orders.external_cordon_by, node.health.eviction_deferred_by
             way_back = way.required_action, way.causes, way.plan, way.earliest_end, node.history.offence_score
-            return effect.node, node.state, node.sentence, (*held, orders.maintenance_until), way_back
+            times = (orders.maintenance_until, *filter(None, [orders.notice_reason]))  # as in journals without notices
+            return effect.node, node.state, node.sentence, (*held, *times), way_back
         case PutJob(doc=job):
             member, ceiling = job.membership, job.commits.restore_ceiling
             excluded, number = list(member.excluded_nodes), job.progress.last_number

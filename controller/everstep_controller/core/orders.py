@@ -179,6 +179,7 @@ def _readmit(transition: Transition, node: str, sentence: str) -> None:
     record.audits.strikes = []
     transition.clear_findings(node)
     record.scheduling.hold_reason, record.health.undecided_findings = "", {}
+    record.scheduling.notice_reason = ""  # its finding is accepted below
     record.health.accepted_findings = list(record.health.agent_findings)
     if record.state is NodeState.REPAIR:
         offences.clear_offences(record)

@@ -303,6 +303,8 @@ class NodeScheduling(msgspec.Struct, kw_only=True):
     hold_reason: str = ""
     """Operator's order that keeps the node out of service; empty for none, as on every node in service."""
     maintenance_until: float = 0.0
+    notice_reason: str = ""
+    """Notice of the provider that keeps the node out of service (``core.notices``); empty for none."""
 
 
 class NodeHistory(msgspec.Struct, kw_only=True):

@@ -92,6 +92,7 @@ def handle_controller_started(transition: Transition, event: ControllerStarted) 
             record.health.undecided_findings
             or record.health.controller_findings_until
             or record.scheduling.maintenance_until
+            or record.scheduling.notice_reason
             or record.state is NodeState.QUARANTINED
         ):
             transition.schedule_treatment(max(transition.now, record.scheduling.maintenance_until), node)

@@ -61,7 +61,14 @@ def out_of_service_reason(record: NodeRecord, now: float) -> str:
         return record.scheduling.hold_reason
     if now < record.scheduling.maintenance_until:
         return f"{record.node} is in maintenance"
-    return ""
+    return record.scheduling.notice_reason
+
+
+def is_held_by_notice_alone(record: NodeRecord) -> bool:
+    """Return whether only a provider's notice keeps the node out of service."""
+    orders = record.scheduling
+    is_ordered = orders.external_cordon_by or orders.hold_reason or orders.maintenance_until
+    return record.state is NodeState.HELD and bool(orders.notice_reason) and not is_ordered
 
 
 REMEDIATION_KINDS = {Action.RESET_GPU: RemediationKind.RESET_GPU, Action.REBOOT_NODE: RemediationKind.REBOOT}

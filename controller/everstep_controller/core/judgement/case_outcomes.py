@@ -19,7 +19,7 @@ from everstep.vocabulary import (
     Severity,
 )
 from everstep.wire.v1.training import GenerationSpec, ProbeFinished, VersionSealed
-from everstep_controller.core import maintenance
+from everstep_controller.core import maintenance, notices
 from everstep_controller.core.checkpoints.commits import (
     DigestVote,
     record_seal,
@@ -360,6 +360,7 @@ def advance_treatment(transition: Transition, node: str) -> None:
     """Do everything in a node's treatment that is due."""
     record = transition.state.nodes[node]
     maintenance.end_if_due(transition, node)
+    notices.reconsider_notice(transition, node)
     if record.state is NodeState.HELD:
         why = f"no order or cordon keeps {node} out of service any more"
         maintenance.try_return_to_probation(transition, node, why)

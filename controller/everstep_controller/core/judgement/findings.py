@@ -16,6 +16,7 @@ from everstep_controller.core.health.quarantine import (
 )
 from everstep_controller.core.judgement import verdicts
 from everstep_controller.core.judgement.verdicts import FindingReport
+from everstep_controller.core.notices import reconsider_notice
 from everstep_controller.core.policy import VerdictRule
 from everstep_controller.core.records import DiagnosticsStatus, HistoryKind, NodeRecord, UndecidedReason
 from everstep_controller.core.state import FindingBurst
@@ -96,6 +97,7 @@ def replace_agent_findings(transition: Transition, node: str, findings: Iterable
     if before != record.health.agent_findings:
         transition.mark_node_changed(node)
     _recheck_node(transition, node)
+    reconsider_notice(transition, node)
 
 
 def add_agent_finding(transition: Transition, node: str, finding: Finding) -> None:
@@ -107,6 +109,7 @@ def add_agent_finding(transition: Transition, node: str, finding: Finding) -> No
     transition.mark_node_changed(node)
     _judge_if_new(transition, node, before, finding)
     _recheck_node(transition, node)
+    reconsider_notice(transition, node)
 
 
 def _drop_mildest(record: NodeRecord) -> None:
@@ -133,6 +136,7 @@ def clear_agent_finding(transition: Transition, node: str, key: str) -> None:
     transition.mark_node_changed(node)
     _handle_cleared(transition, node, finding)
     _recheck_node(transition, node)
+    reconsider_notice(transition, node)
 
 
 def _handle_cleared(transition: Transition, node: str, finding: Finding, reason: str = "") -> None:

@@ -7,7 +7,7 @@ they come here.
 from __future__ import annotations
 
 from everstep.vocabulary import NodeState
-from everstep_controller.core.health.node_state import set_state
+from everstep_controller.core.health.node_state import is_held_by_notice_alone, set_state
 from everstep_controller.core.health.quarantine import reconsider_probation, reconsider_quarantine
 from everstep_controller.core.liveness import correlation
 from everstep_controller.core.liveness.flapping import record_loss
@@ -162,6 +162,8 @@ def declare_lost(transition: Transition, node: str, sentence: str) -> None:
     state.unseen_nodes.discard(node)
     if record.state in (NodeState.HEALTHY, NodeState.SUSPECT, NodeState.PROBATION):
         set_state(transition, node, NodeState.LOST, sentence)
+    elif is_held_by_notice_alone(record):  # reclaimed, so that its record may expire
+        set_state(transition, node, NodeState.LOST, f"{sentence}; {record.scheduling.notice_reason}")
     transition.mark_node_changed(node)
     transition.log_event("node.lost", sentence, node=node)
     for job in jobs_seated_on(state, node):
