@@ -105,6 +105,15 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Failure domain: the power supply of this node. Nodes with the same value can be lost together."""
     labels: tuple[str, ...] = ()
     """Labels by which people find the node: ``NAME=VALUE``, separated by commas."""
+    notices: Literal["", "auto", "aws", "gcp", "azure"] = ""
+    """Cloud whose metadata service is read for notices of preemption and maintenance; ``auto``: by the machine's DMI
+    tables. Default: none is contacted. The file ``notice.json`` in the run directory is always read."""
+    notices_url: str = ""
+    """Base URL of the metadata service, where it is not at the cloud's own address. Default: ``http://169.254.169.254``."""
+    notice_poll_s: float = 5.0
+    """Seconds between reads of the metadata service and the notice file. AWS advises 5 s, Azure 1 s."""
+    notice_lead_s: float = 600.0
+    """Seconds before an event scheduled ahead at which the node is drained. Slow steps need a larger value."""
     die_with_parent: bool = False
     """Shut down, together with the vault, when the process that started the agent ends."""
     stop_vault_on_exit: bool = False
@@ -350,6 +359,8 @@ def _address_problems(s: AgentSettings) -> Iterator[str]:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.path not in ("", "/"):
             yield f"{url!r} is not a controller's base URL: expected http://HOST:PORT or https://HOST:PORT"
+    if s.notices_url and (urlsplit(s.notices_url).scheme != "http" or not urlsplit(s.notices_url).hostname):
+        yield f"--notices-url {s.notices_url} is no base URL of a metadata service: expected http://HOST:PORT"
     if s.ca_file is not None and s.controllers and not any(url.startswith("https://") for url in s.controllers):
         yield "--ca-file applies to https:// controllers only: give an https:// URL with --controller"
     if s.join_token_file is not None and s.token_file is None:

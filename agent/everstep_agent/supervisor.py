@@ -60,6 +60,7 @@ from everstep_agent.local.health import HealthFile, gpu_summaries, health_reason
 from everstep_agent.local.log_bundles import BundleContents, LogBundles
 from everstep_agent.local.node_socket import NodeSocketServer
 from everstep_agent.local.nvml_hold import NvmlHold
+from everstep_agent.notices.watch import NoticeWatch, open_service
 from everstep_agent.probes.wrong_products import WrongProductStore
 from everstep_agent.sensors.gauges import fresh_report, gpu_gauges
 from everstep_agent.sensors.sensor_messages import SensorReport
@@ -201,6 +202,9 @@ class Supervisor:
             unresponsive_after_s=settings.unresponsive_after_s,
             oom_kills=OomKills(clock, settings.kernel_log_path),
         )
+        service = open_service(settings.notices, settings.notices_url)
+        pace = settings.notice_poll_s, settings.notice_lead_s
+        self._notices = NoticeWatch(service, settings.run_dir, *pace, clock, self._on_notices)
         self._socket_server = AgentSocketServer(
             settings.agent_socket, make_welcome(settings), self._jobs, settings.max_connections
         )
@@ -219,6 +223,7 @@ class Supervisor:
             await self._node_socket.start()
             self._start_metrics()
             self._start_task(self._keep_running("sensors", self._sensors.run))
+            self._start_task(self._keep_running("notices", self._notices.run))
             waits = [asyncio.ensure_future(event.wait()) for event in (self._first_report_received, stop)]
             await asyncio.wait(waits, timeout=FIRST_REPORT_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
             for wait in waits:
@@ -331,6 +336,10 @@ class Supervisor:
         self._report_all(self._findings.replace_source("sensors", report.findings))
         if report.polled_at:
             self._first_report_received.set()
+
+    def _on_notices(self, findings: tuple[Finding, ...]) -> None:
+        self._report_all(self._findings.replace_source("notices", findings))
+        self._uplink.beat_now()
 
     def _on_vault_change(self) -> None:
         self._update_agent_findings()
