@@ -69,6 +69,8 @@ def _parse(received: bytes, method: str) -> Answer:
         def makefile(self, _mode: str) -> io.BytesIO:
             return io.BytesIO(received)
 
+    if b"\r\n\r\n" not in received:
+        raise NoticeError("no complete HTTP answer")
     try:
         response = HTTPResponse(Received(), method=method)  # type: ignore[arg-type]
         response.begin()

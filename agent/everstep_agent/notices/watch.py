@@ -134,7 +134,9 @@ class NoticeWatch:
         self._retry_s = self._poll_s
 
     def _keep(self, source: str, notices: list[Notice]) -> None:
-        self._notices[source] = tuple(notices[:MAX_NOTICES])
+        self._notices.pop(source, None)
+        if notices:
+            self._notices[source] = tuple(notices[:MAX_NOTICES])
         self._note_answer(source)
 
     def _note_failure(self, source: str, name: str, error: Exception) -> None:
@@ -172,5 +174,9 @@ class NoticeWatch:
             self._first_seen = saved.first_seen
 
     def _save(self) -> None:
+        """Store the notices; without any, no file stays behind."""
+        if not self._notices:
+            self._state_file.unlink(missing_ok=True)
+            return
         saved = _SavedNotices(self._boot_id, self._notices, self._first_seen)
         write_private(self._state_file, msgspec.json.encode(saved) + b"\n")

@@ -17,6 +17,7 @@ from everstep_agent.notices.aws import AwsService
 from everstep_agent.notices.azure import EVENTS_PATH, NAME_PATH, AzureService
 from everstep_agent.notices.gcp import GcpService
 from everstep_agent.notices.metadata import MetadataService
+from everstep_agent.notices.notice import NoticeError
 from everstep_agent.notices.watch import NoticeWatch
 from tests.support.agents.fake_metadata import FakeMetadata, fake_metadata
 
@@ -147,3 +148,41 @@ def test_notice_file_is_read_without_any_service(tmp_path: Path) -> None:
     assert watched.poll() == ["file/notice.json"]
     (tmp_path / "notice.json").unlink()
     assert watched.poll() == []
+    assert [path.name for path in tmp_path.iterdir()] == ["boot_id"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "body"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 4\r\n\r\nTRUE", b"TRUE"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n4\r\nTRUE\r\n0\r\n\r\n", b"TRUE"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nTRUE", None),
+        (b"HTTP/1.1 200", None),
+        (b"SSH-2.0-OpenSSH_9.6\r\n", None),
+    ],
+    ids=["length", "chunked", "cut-off", "no-head", "no-http"],
+)
+def test_answer_is_read_from_a_connection_left_open(
+    answer: bytes, body: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metadata, "TIMEOUT_S", 0.05)
+
+    closed = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(answer)
+        await reader.read()  # until the agent closes
+        writer.close()
+        closed.set()
+
+    async def ask() -> bytes | None:
+        async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            try:
+                return (await metadata.fetch(f"http://127.0.0.1:{port}", "/", {})).body
+            except NoticeError:
+                return None
+            finally:
+                await closed.wait()
+
+    assert asyncio.run(ask()) == body
