@@ -339,7 +339,8 @@ class Supervisor:
 
     def _on_notices(self, findings: tuple[Finding, ...]) -> None:
         self._report_all(self._findings.replace_source("notices", findings))
-        self._uplink.beat_now()
+        if self._uplink is not None:
+            self._uplink.beat_now()
 
     def _on_vault_change(self) -> None:
         self._update_agent_findings()
