@@ -3,12 +3,13 @@
 Polls at 1 Hz of a thousand nodes for 30 days are 2.6e9, so only those that can change a judgement are made:
 
 - An event (a harmless row, a job, a boot) is played once through the real sensors at 1 Hz, from ten seconds before its
-  change to 70 s after its end: the longest distance between two looks of a sensor is 60 polls. Equal polls in a row are
+  change to 64 s after its end: the longest distance between two looks of a sensor is 60 polls. Equal polls in a row are
   kept as one poll and a duration.
 - Every node has an assessment of its own. It judges the first poll of each such run, and goes on at 1 Hz for as long as
   a rule's history holds a bad result without being active. Once no history does, each further equal poll changes
   nothing: a bad constant value has made its finding, a good one makes none, counters do not rise, and lines of the
   kernel log count when they come. The clock is then set to the run's end.
+- The node's profile is compared every ten seconds, so a run that lasts longer is judged after ten seconds, too.
 - Sensors read slow values at each poll instead of every tenth, so that N-of-M rules on them fill ten times as fast.
 """
 
@@ -29,18 +30,19 @@ from bench.sensors.node import MEMORY_FOLDER, START_WALL, BenchNode
 from bench.table import Row
 from everstep.vocabulary import Finding, Mode, Severity
 from everstep_agent.drivers.samples import GpuSample, LinkSample, PortSample
-from everstep_agent.findings.assessment import AssessorState, FindingAssessor, Instant
+from everstep_agent.findings.assessment import PROFILE_INTERVAL_S, AssessorState, FindingAssessor, Instant
+from everstep_agent.findings.profile import NodeProfile, SavedProfile
 from everstep_agent.findings.rules import FindingPolicy
 from everstep_agent.sensors.sensor_messages import PollResult
 
 DAY_S = 86_400.0
-AFTERMATH_POLLS = 70
+AFTERMATH_POLLS = 64
 """Polls recorded after an event: the PCI bus is looked at by every 60th."""
 BOOT_S = 120
 """Seconds after the agent's start for which ports and links of a node that boots are down."""
 SETTLED_POLLS = 3
 
-ROW_PER_DAY = 0.01
+ROW_PER_DAY = 0.003
 """Events of a row on a node and day, unless ``ROWS_PER_DAY`` names it."""
 ROWS_PER_DAY = {
     "user-program-segfaults": 0.5,
@@ -54,28 +56,28 @@ ROWS_PER_DAY = {
     "unsupported-discard": 0.2,
     "corrected-pcie-error": 0.3,
     "corrected-memory-error": 0.02,
-    "driver-upgrade-by-order": 0.03,
-    "reset-by-order": 0.03,
+    "driver-upgrade-by-order": 0.02,
+    "reset-by-order": 0.02,
     "driver-modules-reloaded": 0.03,
-    "infiniband-port-disabled": 0.05,
-    "storage-port-disabled": 0.03,
-    "port-moves-into-container": 0.2,
-    "virtual-function-removed": 0.1,
+    "infiniband-port-disabled": 0.03,
+    "storage-port-disabled": 0.02,
+    "port-moves-into-container": 0.1,
+    "virtual-function-removed": 0.05,
     "management-cable-pulled": 0.01,
     "bmc-port-vanishes": 0.05,
     "network-card-firmware-reset": 0.01,
     "subnet-manager-restarts": 0.03,
-    "short-heat": 0.2,
-    "short-memory-heat": 0.1,
-    "short-hardware-slowdown": 0.2,
-    "checkpoint-writers-wait": 0.1,
-    "storage-pauses": 0.1,
+    "short-heat": 0.1,
+    "short-memory-heat": 0.05,
+    "short-hardware-slowdown": 0.1,
+    "checkpoint-writers-wait": 0.05,
+    "storage-pauses": 0.05,
     "clock-off-by-a-second": 0.05,
-    "high-load": 0.2,
+    "high-load": 0.05,
     "values-fail-for-two-seconds": 0.05,
     "gpu-given-to-a-virtual-machine": 0.005,
 }
-JOBS_PER_DAY = 2.0
+JOBS_PER_DAY = 1.0
 BOOTS_PER_DAY = 1 / 14
 AGENT_RESTARTS_PER_DAY = 0.1
 CLOCK_DRIFT_S = 0.8
@@ -87,10 +89,13 @@ COUNTERS: tuple[tuple[str, str, float, int], ...] = (
     ("gpu", "pcie_replays", 1.0, 15),
     ("link", "errors", 0.5, 8),
     ("link", "recoveries", 0.05, 1),
-    ("port", "errors", 1.0, 12),
+    ("counter", "symbol_error", 1.0, 12),
     ("port", "link_downs", 0.01, 1),
 )
-"""Counters that move on a healthy node: of what, field, events on a node and day, and most by which one rises."""
+"""Counters that move on a healthy node: of what, field, events on a node and day, and most by which one rises.
+
+"counter" is one that a port's device has.
+"""
 
 Runs = list[tuple[PollResult, float]]
 """Polls, and the seconds for which nothing changes after each."""
@@ -124,11 +129,12 @@ def record(rows: Sequence[EventRow], policy: FindingPolicy) -> Recording:
     """Play each event once through the real sensors."""
     training = {"gpus": {"*": {"gpu_utilization": 0.95, "power_w": 660.0, "temperature_c": 66, "processes": 1}}}
     bases = [_play(policy, change, {}, 0)[0][0][0] for change in ({}, training)]
-    events = {
-        row.name: (_play_row(row, {}, policy), _play_row(row, training, policy))
-        for row in rows
-        if row.change or row.hold_nvml or row.clock_skew_s
-    }
+    events = {}
+    for row in rows:
+        if row.change or row.hold_nvml or row.clock_skew_s:
+            while_training = _play_row(row, training, policy)
+            is_frequent = row.name in ROWS_PER_DAY
+            events[row.name] = (_play_row(row, {}, policy) if is_frequent else while_training), while_training
     booting = {"gpus": {"*": {"nvlinks_down": 2}}, "ports": {"*": {"up": False}}}
     down, up = _play(policy, booting, {}, BOOT_S, is_fresh=True)
     return Recording((bases[0], bases[1]), events, [*down, *up])
@@ -210,7 +216,7 @@ class LivingNode:
         self._skew_s = 0.0
         self._known: set[tuple[str, float]] = set()
         self._cause = "start"
-        self._assessor = self._start_assessor(AssessorState())
+        self._assessor = self._start_assessor(AssessorState(), SavedProfile())
         self._play([(self._base, 1.0)])
 
     @property
@@ -246,13 +252,13 @@ class LivingNode:
         self._play([(self._base, 60.0)])
 
     def restart_agent(self) -> None:
-        self._assessor = self._start_assessor(self._assessor.export_state())
+        self._assessor = self._start_assessor(self._assessor.export_state(), self._assessor.profile.export())
         self._play([(self._base, 1.0)])
 
     def count(self, scope: str, name: str, most: int) -> None:
         """Let a counter of one GPU or port rise."""
         self._counters[scope, self.random.randrange(8), name] += self.random.randint(1, most)
-        self._play([(self._base, 60.0)])
+        self._play([(self._base, 1.0)])
 
     def play_row(self, row: EventRow) -> None:
         """Let a harmless event happen."""
@@ -265,8 +271,8 @@ class LivingNode:
 
     # Polls
 
-    def _start_assessor(self, state: AssessorState) -> FindingAssessor:
-        return FindingAssessor(self._policy, self._name, None, state, self._instant())
+    def _start_assessor(self, state: AssessorState, profile: SavedProfile) -> FindingAssessor:
+        return FindingAssessor(self._policy, self._name, None, state, self._instant(), NodeProfile(profile))
 
     def _instant(self) -> Instant:
         return Instant(START_WALL + self.now_s, self.now_s)
@@ -275,6 +281,9 @@ class LivingNode:
         for poll, seconds in runs:
             end_s = self.now_s + seconds
             self._poll(poll)
+            if seconds > PROFILE_INTERVAL_S:  # the first poll may have come too early to be compared with the profile
+                self.now_s += PROFILE_INTERVAL_S - 1.0
+                self._poll(poll)
             while self.now_s < end_s and self._is_stirred():
                 self._poll(poll)
             self.now_s = max(self.now_s, end_s)
@@ -305,7 +314,7 @@ class LivingNode:
         values: dict[str, Any] = {"energy_j": (self.now_s - self._booted_at) * 100.0} if gpu.energy_j == 0.0 else {}
         link, *others = gpu.links or (LinkSample(link=0),)
         for (scope, index, name), count in self._counters.items():
-            if index != gpu.index or scope == "port":
+            if index != gpu.index or scope in ("port", "counter"):
                 continue
             if scope == "gpu" and (known := getattr(gpu, name)) is not None:
                 values[name] = known + count
@@ -315,11 +324,14 @@ class LivingNode:
         return msgspec.structs.replace(gpu, **values)
 
     def _own_port(self, index: int, port: PortSample) -> PortSample:
-        changes = {
-            name: known + count
-            for (scope, at, name), count in self._counters.items()
-            if scope == "port" and at == index and (known := getattr(port, name)) is not None
-        }
+        changes: dict[str, Any] = {}
+        for (scope, at, name), count in self._counters.items():
+            if at != index:
+                continue
+            if scope == "counter" and name in port.counters:
+                changes["counters"] = port.counters | {name: port.counters[name] + count}
+            elif scope == "port" and (known := getattr(port, name)) is not None:
+                changes[name] = known + count
         return msgspec.structs.replace(port, **changes) if changes else port
 
     def _note_findings(self) -> None:
