@@ -92,7 +92,7 @@ def _is_missed(outcome: Outcome) -> bool:
 
 def run_noise(is_quick: bool, json_path: Path | None) -> int:
     """Simulate the month, print its findings, and return the exit status."""
-    nodes, days, every = (20, 10.0, 6) if is_quick else (1000, 30.0, 1)
+    nodes, days, every = (20, 10.0, 12) if is_quick else (1000, 30.0, 1)
     totals = noise.simulate(nodes, days, load_policy(), every)
     for cause, count in totals.above_info.most_common():
         print(f"{count} times {cause}")

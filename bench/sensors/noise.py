@@ -77,19 +77,19 @@ ROWS_PER_DAY = {
     "values-fail-for-two-seconds": 0.05,
     "gpu-given-to-a-virtual-machine": 0.005,
 }
-JOBS_PER_DAY = 1.0
+JOBS_PER_DAY = 0.5
 BOOTS_PER_DAY = 1 / 14
 AGENT_RESTARTS_PER_DAY = 0.1
 CLOCK_DRIFT_S = 0.8
 """Most by which a node's clock differs from the controller's in the month."""
 
 COUNTERS: tuple[tuple[str, str, float, int], ...] = (
-    ("gpu", "ecc_corrected", 0.4, 3),
+    ("gpu", "ecc_corrected", 0.2, 3),
     ("gpu", "remapped_corrected", 0.005, 1),
-    ("gpu", "pcie_replays", 1.0, 15),
-    ("link", "errors", 0.5, 8),
+    ("gpu", "pcie_replays", 0.3, 15),
+    ("link", "errors", 0.2, 8),
     ("link", "recoveries", 0.05, 1),
-    ("counter", "symbol_error", 1.0, 12),
+    ("counter", "symbol_error", 0.3, 12),
     ("port", "link_downs", 0.01, 1),
 )
 """Counters that move on a healthy node: of what, field, events on a node and day, and most by which one rises.
