@@ -62,7 +62,7 @@ from everstep_agent.local.node_socket import NodeSocketServer
 from everstep_agent.local.nvml_hold import NvmlHold
 from everstep_agent.notices.watch import NoticeWatch, open_service
 from everstep_agent.probes.wrong_products import WrongProductStore
-from everstep_agent.sensors.gauges import fresh_report, gpu_gauges
+from everstep_agent.sensors.gauges import fresh_report, gpu_gauges, gpu_modes, network_adapters
 from everstep_agent.sensors.sensor_messages import SensorReport
 from everstep_agent.uplink.client import Uplink
 from everstep_agent.uplink.heartbeat import HeartbeatProtocol, NodeDescription
@@ -390,6 +390,8 @@ class Supervisor:
             gpus=poll.known_gpus,
             host=poll.host_identity,
             takes_release=True,
+            adapters=network_adapters(poll.ports),
+            gpu_modes=gpu_modes(poll.gpus),
         )
 
     def findings(self) -> tuple[Finding, ...]:

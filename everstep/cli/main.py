@@ -50,8 +50,8 @@ app.add_typer(policy.app, name="policy")
 app.add_typer(vault.app, name="vault")
 app.add_typer(runs.app, name="runs")
 _commands: list[Callable[..., None]] = [history.findings, history.verdicts, history.checkpoints, history.remediations]
-_commands += [history.probes, history.budget, history.evidence, events.events, events.orders, nodes.nodes, files.files]
-_commands += [chaos.chaos, doctor.doctor, logs.logs]
+_commands += [history.probes, history.budget, history.evidence, events.events, events.orders, nodes.nodes, nodes.drift]
+_commands += [files.files, chaos.chaos, doctor.doctor, logs.logs]
 for _command in _commands:
     app.command()(_command)
 app.command("login")(log_in)

@@ -41,6 +41,13 @@ def nodes(
         show(found, as_json, tables.nodes(found.nodes, SYSTEM_CLOCK.wall()))
 
 
+def drift(context: typer.Context, as_json: Json = False) -> None:
+    """List nodes that differ from the majority of like nodes, such as in their driver. It may be an upgrade."""
+    with connected_client(context) as client:
+        found = client.drift().collect()
+        show(found, as_json, tables.drift(found.drifts))
+
+
 @app.command("show")
 def node_show(context: typer.Context, node: Node, as_json: Json = False) -> None:
     """Show the state, findings, GPUs and verdicts of a node."""

@@ -208,6 +208,16 @@ def nodes(found: Iterable[op.NodeSummary], now: float) -> RenderableType:
     )
 
 
+def drift(found: Iterable[op.Drift]) -> RenderableType:
+    """Render values in which nodes differ from like nodes."""
+    made = table("node", "value", "is", "others", "like nodes", "kind")
+    for one in found:
+        node = Text.assemble((one.node, "bold"), " (offline)" if one.is_offline else "")
+        share = f"differs from {one.usual_nodes} of {one.compared_nodes}"
+        made.add_row(node, one.value.replace("_", " "), one.actual, one.usual, share, one.kind)
+    return made if made.row_count else Text("no node differs from the majority of like nodes", style="green")
+
+
 def top(fleet: op.FleetStatus, found: Iterable[op.NodeSummary], now: float) -> RenderableType:
     """Render the fleet and its jobs, and below as many nodes as fit, unhealthy ones first."""
     ordered = sorted(
@@ -253,6 +263,7 @@ def node(detail: op.NodeDetail, now: float, gpus: op.NodeGpus | None = None) -> 
         ("hold", detail.hold_reason or "-"),
         ("cordoned by", detail.external_cordon_by or "-"),
         *((("eviction deferred by", detail.eviction_deferred_by),) if detail.eviction_deferred_by else ()),
+        *((("drift", "\n".join(drift.sentence for drift in detail.drifts)),) if detail.drifts else ()),
     )
     parts: list[RenderableType] = [head]
     if detail.findings:

@@ -139,6 +139,11 @@ def node_gpus(node: str) -> Call[op.NodeGpus]:
     return _get(path("nodes", node, "gpus"), op.NodeGpus)
 
 
+def drift() -> Listing[op.DriftList, op.Drift]:
+    """List values in which nodes differ from the majority of like nodes: versions of software and firmware, GPUs."""
+    return Listing(path="/v1/drift", kind=op.DriftList)
+
+
 def evidence(node: str) -> Call[history.Evidence]:
     """Return all evidence of a node's faults, for its vendor."""
     return _get(path("nodes", node, "evidence"), history.Evidence)

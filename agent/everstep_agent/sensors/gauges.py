@@ -1,11 +1,27 @@
-"""Choose the gauges of a poll that the controller shows to people."""
+"""Choose the gauges, modes and versions of a poll that the controller shows to people."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
-from everstep.wire.v1.agent import MAX_GAUGED_GPUS, GpuGauges
-from everstep_agent.drivers.samples import THROTTLE_REASONS, GpuSample, HardwareSamples, HostSample
+from everstep.wire.v1.agent import (
+    MAX_ADAPTER_KINDS,
+    MAX_GAUGED_GPUS,
+    MAX_HARDWARE_TEXT,
+    GpuGauges,
+    GpuModes,
+    NetworkAdapter,
+)
+from everstep_agent.drivers.samples import (
+    FABRIC_ROLES,
+    THROTTLE_REASONS,
+    GpuSample,
+    HardwareSamples,
+    HostSample,
+    PortSample,
+)
 from everstep_agent.sensors.sensor_messages import SensorReport
 
 MAX_POLL_AGE_S = 10.0
@@ -64,3 +80,31 @@ def _plausible(value: int | None) -> int | None:
 
 def _rounded(value: float | None, digits: int) -> float | None:
     return None if value is None else round(value, digits)
+
+
+def gpu_modes(gpus: Iterable[GpuSample]) -> GpuModes:
+    """Return the modes of the GPUs that can be read."""
+    samples = tuple(gpus)
+    return GpuModes(
+        ecc=_modes(sample.ecc_mode for sample in samples),
+        mig=_modes(sample.mig_mode for sample in samples),
+        persistence=_modes(sample.persistence_mode for sample in samples),
+    )
+
+
+def _modes(modes: Iterable[int | None]) -> str:
+    return ", ".join(sorted({"on" if mode else "off" for mode in modes if mode is not None}))
+
+
+def network_adapters(ports: Iterable[PortSample]) -> tuple[NetworkAdapter, ...]:
+    """Return the kinds of RDMA adapters whose board and firmware are known, without those made for containers."""
+    kinds = {
+        (board[:MAX_HARDWARE_TEXT], firmware[:MAX_HARDWARE_TEXT])
+        for port in ports
+        if port.role in FABRIC_ROLES
+        and (board := port.identity.get("board"))
+        and (firmware := port.identity.get("firmware"))
+    }
+    return tuple(
+        NetworkAdapter(board=board, firmware=firmware) for board, firmware in sorted(kinds)[:MAX_ADAPTER_KINDS]
+    )

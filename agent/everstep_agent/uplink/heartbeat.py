@@ -48,6 +48,8 @@ class NodeDescription(msgspec.Struct, frozen=True, kw_only=True):
     gpus: tuple[agent.Gpu, ...] = ()
     host: agent.Host = agent.UNKNOWN_HOST
     takes_release: bool = False
+    adapters: tuple[agent.NetworkAdapter, ...] = ()
+    gpu_modes: agent.GpuModes = agent.UNKNOWN_MODES
 
 
 class RefusalAction(Enum):

@@ -32,6 +32,7 @@ from everstep_controller.journal.policy_replay import PolicyTrialRunner
 from everstep_controller.policy import rulebook
 from everstep_controller.read_models import fleet_views
 from everstep_controller.read_models.fleet_views import MAX_PAGE_SIZE, ProgressRecorder
+from everstep_controller.read_models.hardware_drift import DriftTable
 from everstep_controller.read_models.receipts import EVICTIONS, RestartModel, make_receipt, mistaken_traces
 from everstep_controller.runtime.loop import FleetLoop
 from everstep_controller.runtime.transaction import Transaction, new_trace
@@ -198,17 +199,31 @@ class OperatorRoutes:
 
     async def node(self, request: Request, _who: Identity) -> endpoints.TaggedAnswer:
         node = request.path_params["node"]
+        drift = await self._current_drift(request)
         detail = fleet_views.node_detail(self.context, node)
         # Before the store is read, so that the tag fits the detail shown.
-        tag = endpoints.node_tag(self.context, self.context.node(node))
-        if endpoints.is_known(request, tag):
-            return endpoints.TaggedAnswer(detail, tag)
+        record = self.context.node(node)
+        detail = msgspec.structs.replace(detail, drifts=drift.of_node(record))
+        tag, drift_tag = endpoints.node_tag(self.context, record), tag_of(detail.drifts) if detail.drifts else ""
+        answer = endpoints.TaggedAnswer(detail, tag, drift_tag)
+        if endpoints.is_known(request, answer.etag):
+            return answer
         docs = await self.store.query(lambda held: reader.newest_verdicts(held, node, MAX_VERDICTS_IN_DETAIL))
         verdicts = tuple(msgspec.json.decode(doc, type=Verdict) for doc in docs)
-        return endpoints.TaggedAnswer(msgspec.structs.replace(detail, verdicts=verdicts), tag)
+        return endpoints.TaggedAnswer(msgspec.structs.replace(detail, verdicts=verdicts), tag, drift_tag)
 
     async def node_gpus(self, request: Request, _who: Identity) -> op.NodeGpus:
         return self.loop.read_models.gpu_gauges.of_node(self.context.node(request.path_params["node"]))
+
+    async def drift(self, request: Request, _who: Identity) -> op.DriftList:
+        query, drift = responses.parse_query(request.scope), await self._current_drift(request)
+        return drift.page(self.context.state.nodes, query.get("cursor", ""), page_size(query, MAX_PAGE_SIZE))
+
+    async def _current_drift(self, request: Request) -> DriftTable:
+        """Return the comparison of like nodes, with all registrations until now."""
+        drift = self.loop.read_models.drift
+        await drift.refresh(self.context.state.nodes, lambda: endpoints.yield_to_agents(request))
+        return drift
 
     async def jobs(self, request: Request, _who: Identity) -> op.JobList:
         query = responses.parse_query(request.scope)

@@ -120,6 +120,12 @@ OPERATOR_ROUTES: dict[str, Route] = {
     ),
     "node": _tagged("/v1/nodes/{node}", op.NodeDetail, "One node, with findings and newest verdicts."),
     "node_gpus": _read("/v1/nodes/{node}/gpus", op.NodeGpus, "The newest gauges of a node's GPUs."),
+    "drift": _read(
+        "/v1/drift",
+        op.DriftList,
+        "Values in which nodes differ from the majority of like nodes, in pages.",
+        "limit cursor",
+    ),
     "jobs": _read("/v1/jobs", op.JobList, "Jobs, in pages.", "job_state limit cursor"),
     "job": _tagged("/v1/jobs/{job}", op.JobDetail, "One job, with its ranks and recoveries.", access=JOB),
     "progress": _read(

@@ -12,7 +12,7 @@ import msgspec
 
 from everstep.ids import Address, GenerationNumber, Incarnation, JobId, NodeId, Rank, TraceId, Version
 from everstep.vocabulary import Action, AuditKind, Finding, JobState, NodeState, ProbeKind
-from everstep.wire.v1.agent import UNKNOWN_HOST, Domain, Gpu, Host
+from everstep.wire.v1.agent import UNKNOWN_HOST, UNKNOWN_MODES, Domain, Gpu, GpuModes, Host, NetworkAdapter
 from everstep.wire.v1.training import GenerationSpec, JobSpec
 from everstep.wire.v1.vault_reports import Protection
 
@@ -191,6 +191,8 @@ class NodeIdentity(msgspec.Struct, kw_only=True):
     """The site's own labels for the node."""
     gpus: tuple[Gpu, ...] = ()
     host: Host = UNKNOWN_HOST
+    adapters: tuple[NetworkAdapter, ...] = ()
+    gpu_modes: GpuModes = UNKNOWN_MODES
     agent_version: str = ""
     takes_release: bool = False
     """True if the agent takes the directive ``ReleaseNvml``."""

@@ -31,6 +31,7 @@ from everstep_controller.core.records import IN_SERVICE, JobRecord, NodeRecord
 from everstep_controller.core.seats import membership
 from everstep_controller.core.state import FleetState
 from everstep_controller.read_models.gpu_gauges import GpuGaugeTable
+from everstep_controller.read_models.hardware_drift import DriftTable
 from everstep_controller.read_models.run_totals import RunTotals
 from everstep_controller.store.database_errors import DatabaseOutage
 from everstep_controller.store.rows import StandbyReport, decode_cursor, encode_cursor
@@ -197,13 +198,14 @@ def _slowest(answers: Iterable[ProbeFinished]) -> tuple[ProbeRow, ...]:
 
 
 class ReadModels:
-    """Both trackers, fed by the same reports, the totals of each run, and the gauges of GPUs."""
+    """Both trackers, fed by the same reports, the totals of each run, the gauges of GPUs, and like nodes' values."""
 
     def __init__(self, jobs: Iterable[JobRecord] = ()) -> None:
         self.recoveries = RecoveryTracker(jobs)
         self.probes = ProbeTracker()
         self.totals = RunTotals()
         self.gpu_gauges = GpuGaugeTable()
+        self.drift = DriftTable()
 
     def record_report(self, node: str, body: AnyReport) -> None:
         """Record a report that the core has taken."""

@@ -192,8 +192,9 @@ class FleetCollector(Collector):
         self._late: dict[str, LateRanks] = {}
 
     async def refresh(self, yield_to_agents: Callable[[], Awaitable[None]]) -> None:
-        """Read the jobs before ``collect``, and yield between them, because each is linear in its ranks."""
+        """Read nodes and jobs before ``collect``, and yield between them, because each job is linear in its ranks."""
         state, jobs, summaries = self._context.state, self._context.state.jobs, []
+        await self._read_models.drift.refresh(state.nodes, yield_to_agents)
         late: dict[str, LateRanks] = {}
         for name in list(jobs):
             if name in jobs:
@@ -232,6 +233,8 @@ class FleetCollector(Collector):
         yield from _audits(state, self._summaries)
         yield from _storage_and_parity(state)
         yield from bounded_families.node_families(state, context.now())
+        text = "Nodes that differ from the majority of like nodes in a value, such as their driver."
+        yield _gauge_by("drifted_nodes", text, "value", self._read_models.drift.counts())
         yield from bounded_families.run_families(state, self._read_models, self._late, context.now())
         yield from bounded_families.probe_families(self._read_models.probes)
 

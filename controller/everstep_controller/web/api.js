@@ -306,6 +306,7 @@ export const node = (name) =>
       sentence: one.sentence,
     })),
     deferredBy: body.eviction_deferred_by || "",
+    drifts: (body.drifts || []).map((one) => one.sentence),
   }));
 
 // What the node's GPUs measured last. receivedAt is null before anything came.

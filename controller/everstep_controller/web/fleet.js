@@ -178,6 +178,7 @@ function NodePanel({ name, onClose }) {
       ${node.deferredBy && html`<p class="reason warn">Its eviction is deferred: ${node.deferredBy}</p>`}
       ${node.cordonedBy && html`<p class="reason warn">Kept out by ${node.cordonedBy}.</p>`}
       ${node.planned.map((one) => html`<p key=${one.startsAt} class="reason">Maintenance from ${clock(one.startsAt)} to ${clock(one.until)}: ${one.sentence}</p>`)}
+      ${node.drifts.map((one) => html`<p key=${one} class="reason">Information: ${one}</p>`)}
       <${Orders} node=${node} onDone=${refresh} />
       <${Facts} rows=${[
         ["In this state for", seconds(Math.max(0, Date.now() / 1000 - node.since))],

@@ -148,6 +148,34 @@ UNKNOWN_HOST = Host()
 """A host of which nothing is known; this very object is left out of messages."""
 
 
+class NetworkAdapter(Message, frozen=True, kw_only=True, gc=False):
+    """A kind of RDMA adapter that a node trains or stores over: the id of its board, and its firmware's version."""
+
+    board: HardwareText
+    firmware: HardwareText
+
+    def __post_init__(self) -> None:
+        _intern_fields(self, "board", "firmware")
+
+
+class GpuModes(Message, frozen=True, kw_only=True, gc=False):
+    """Modes of a node's GPUs: ``on`` or ``off``; ``off, on`` if the GPUs differ; empty if unknown."""
+
+    ecc: HardwareText = ""
+    mig: HardwareText = ""
+    persistence: HardwareText = ""
+
+    def __post_init__(self) -> None:
+        _intern_fields(self, "ecc", "mig", "persistence")
+
+
+UNKNOWN_MODES = GpuModes()
+"""Modes of which nothing is known; this very object is left out of messages."""
+
+MAX_ADAPTER_KINDS = 16
+"""Most kinds of adapters in a registration. Adapters with the same board and firmware are one kind."""
+
+
 class Domain(Message, frozen=True, kw_only=True, gc=False):
     """Failure domains of a node; nodes with equal strings fail together."""
 
@@ -183,6 +211,8 @@ class Register(Message, frozen=True, kw_only=True):
     findings: Findings = ()
     sent_at: float = 0.0
     takes_release: bool = False
+    adapters: Annotated[tuple[NetworkAdapter, ...], msgspec.Meta(max_length=MAX_ADAPTER_KINDS)] = ()
+    gpu_modes: GpuModes = UNKNOWN_MODES
 
 
 class Registered(Message, frozen=True, kw_only=True):

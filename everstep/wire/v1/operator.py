@@ -76,6 +76,42 @@ class PlannedMaintenance(Message, frozen=True, kw_only=True):
     sentence: str
 
 
+class Drift(Message, frozen=True, kw_only=True):
+    """A value in which a node differs from the majority of like nodes. It may be an upgrade in progress.
+
+    Like nodes are machines of one model with GPUs of one model. No node is evicted for a difference.
+
+    Attributes:
+        value: ``kernel``, ``driver``, ``vbios``, ``inforom``, ``nic_firmware``, ``gpu_count``, ``gpu_memory``,
+            ``ecc_mode``, ``mig_mode`` or ``persistence_mode``. Later releases may add others.
+        actual: The node's own; several are separated by commas.
+        usual: The majority's.
+        usual_nodes: Number of like nodes with ``usual``.
+        compared_nodes: Number of like nodes whose value is known, with this node.
+        kind: What the like nodes are.
+        is_offline: The value is from the last registration of a node that is not heard now.
+        sentence: All of it in words.
+    """
+
+    node: NodeId
+    value: str
+    actual: str
+    usual: str
+    usual_nodes: int
+    compared_nodes: int
+    kind: str
+    is_offline: bool = False
+    sentence: str = ""
+
+
+class DriftList(Message, frozen=True, kw_only=True):
+    """Differences between like nodes, in the order of nodes; ``total`` and ``next`` as in NodeList."""
+
+    drifts: tuple[Drift, ...]
+    total: int = 0
+    next: str = ""
+
+
 class NodeDetail(Message, frozen=True, kw_only=True):
     """Everything known about a node.
 
@@ -88,6 +124,7 @@ class NodeDetail(Message, frozen=True, kw_only=True):
         maintenance_until: End of its maintenance window.
         planned_maintenance: Windows to come.
         eviction_deferred_by: What defers its decided eviction.
+        drifts: Values in which it differs from the majority of like nodes.
     """
 
     summary: NodeSummary
@@ -109,6 +146,7 @@ class NodeDetail(Message, frozen=True, kw_only=True):
     maintenance_until: float = 0.0
     planned_maintenance: tuple[PlannedMaintenance, ...] = ()
     eviction_deferred_by: str = ""
+    drifts: tuple[Drift, ...] = ()
 
 
 class GpuStatus(Message, frozen=True, kw_only=True):

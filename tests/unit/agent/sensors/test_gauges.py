@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import msgspec
 
-from everstep.wire.v1.agent import GpuGauges
-from everstep_agent.drivers.samples import GpuSample
-from everstep_agent.sensors.gauges import MAX_POLL_AGE_S, fresh_report, gpu_gauges
+from everstep.wire.v1.agent import UNKNOWN_MODES, GpuGauges, GpuModes, NetworkAdapter
+from everstep_agent.drivers.samples import GpuSample, PortRole, PortSample
+from everstep_agent.sensors.gauges import MAX_POLL_AGE_S, fresh_report, gpu_gauges, gpu_modes, network_adapters
 from everstep_agent.sensors.sensor_messages import PollResult, SensorReport
 
 SAMPLE = GpuSample(
@@ -58,3 +58,23 @@ def test_number_that_no_heartbeat_may_have_is_left_out() -> None:
     (gauges,) = gpu_gauges(report(broken), 101.0)
     assert (gauges.ecc_corrected, gauges.memory_used_bytes, gauges.temperature_c) == (None, None, 61)
     assert msgspec.json.decode(msgspec.json.encode(gauges), type=GpuGauges) == gauges
+
+
+def test_modes_join_those_of_readable_gpus() -> None:
+    on = msgspec.structs.replace(SAMPLE, ecc_mode=1, mig_mode=0)
+    off = msgspec.structs.replace(SAMPLE, ecc_mode=0)
+    assert gpu_modes([on, off, SAMPLE]) == GpuModes(ecc="off, on", mig="off")
+    assert gpu_modes([SAMPLE]) == UNKNOWN_MODES
+
+
+def test_adapters_are_known_rdma_boards_of_the_fabric() -> None:
+    identity = {"board": "MT_0000000838", "firmware": "28.39.1002", "pci_bus_id": "0000:1a:00.0"}
+    port = PortSample(
+        name="mlx5_0/1", kind="infiniband", up=True, was_up=True, role=PortRole.COMPUTE, identity=identity
+    )
+    others = (
+        msgspec.structs.replace(port, name="mlx5_1/1"),
+        msgspec.structs.replace(port, role=PortRole.VIRTUAL, identity=identity | {"firmware": "1"}),
+        msgspec.structs.replace(port, identity={"board": "MT_0000000838"}),
+    )
+    assert network_adapters([port, *others]) == (NetworkAdapter(board="MT_0000000838", firmware="28.39.1002"),)

@@ -269,11 +269,32 @@ def test_verdict_of_an_audit_shows_all_statements() -> None:
     assert any("owner statement" in line for line in lines)
 
 
+def test_drift_is_shown_by_node_and_value() -> None:
+    drift = op.Drift(
+        node="n5",
+        value="nic_firmware",
+        actual="28.36",
+        usual="28.39",
+        usual_nodes=31,
+        compared_nodes=32,
+        kind="NVIDIA H100 in SYS-821GE",
+        is_offline=True,
+        sentence="differs from 31 of 32 like nodes: nic firmware 28.36 (others 28.39)",
+    )
+    row = drawn(tables.drift([drift]), 160)[-1]
+    assert re.search(r"n5 \(offline\)\s+nic firmware\s+28.36\s+28.39\s+differs from 31 of 32", row)
+    summary = op.NodeSummary(node="n5", state=NodeState.HEALTHY, since=0.0)
+    detail = op.NodeDetail(summary=summary, incarnation=1, drifts=(drift,))
+    assert any(drift.sentence in line for line in drawn(tables.node(detail, 1.0), 160))
+    assert "no node differs" in drawn(tables.drift([]), 80)[0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "kind"),
     [
         (("status",), op.FleetStatus),
         (("nodes",), op.NodeList),
+        (("drift",), op.DriftList),
         (("node", "show", "n1"), op.NodeDetail),
         (("jobs",), op.JobList),
         (("job", "show", "gpt"), op.JobDetail),
