@@ -62,11 +62,18 @@ class Spills(Checker):
                 self._note_end(entry.job, entry.kind, entry.detail)
         for name, doc in write.batch.jobs.items():
             job = msgspec.json.decode(doc, type=JobRecord)
+            self._forget_removed(name, {str(stored.version) for stored in job.spills.stored})
             for stored in job.spills.stored:
                 if stored.version not in self._complete.get(name, ()):
                     raise Violation(
                         self.name, f"{name}: {stored.version} counts as stored, and no vault has completed it"
                     )
+
+    def _forget_removed(self, job: str, stored: set[str]) -> None:
+        """Forget stored versions that retention has removed: one of them may be stored again at the job's end."""
+        for name, version in [key for key, kind in self._ended.items() if kind == "spill.stored"]:
+            if name == job and version not in stored:
+                del self._ended[name, version]
 
     def _note_end(self, job: str, kind: str, detail: str) -> None:
         version = msgspec.json.decode(detail, type=dict[str, str]).get("version", "")
