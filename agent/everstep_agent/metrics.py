@@ -42,7 +42,7 @@ from everstep_agent.drivers.samples import (
     GpuSample,
     HardwareSamples,
     LinkSample,
-    NodeFabricSample,
+    NvlinkFabricSample,
     PathSample,
     PortPresence,
     PortSample,
@@ -291,7 +291,7 @@ def _agent_families(m: AgentMetrics) -> Iterator[Metric]:
 
 def _fabric_gauges(report: SensorReport | None) -> Iterator[tuple[str, str, float | None]]:
     """Yield the names, help texts and values of the NVLink fabric of the node."""
-    fabric = NodeFabricSample() if report is None else report.poll.fabric
+    fabric = NvlinkFabricSample() if report is None else report.poll.fabric
     manager = fabric.manager_running if fabric.switches else None
     yield "nvswitches", "NVSwitches on the PCI bus that the NVIDIA driver holds.", fabric.switches
     yield "fabric_manager_up", "1 while the Fabric Manager of these NVSwitches runs.", manager

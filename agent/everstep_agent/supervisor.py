@@ -25,7 +25,7 @@ from everstep.host.private_files import private_directory
 from everstep.vocabulary import Finding
 from everstep.wire.framing import SUPPORTED_VERSIONS
 from everstep.wire.v1.agent import Domain, GpuGauges
-from everstep.wire.v1.directives import Directive, ProtectVersion, ReleaseNvml, RunProbe, SpillVersion, VersionNotice
+from everstep.wire.v1.directives import Directive, PauseNvml, ProtectVersion, RunProbe, SpillVersion, VersionNotice
 from everstep.wire.v1.local import Welcome, WrongProduct
 from everstep.wire.v1.node_status import (
     HEALTH_FILE,
@@ -59,7 +59,7 @@ from everstep_agent.lifecycle import AgentRunDirectory, write_atomically
 from everstep_agent.local.health import HealthFile, gpu_summaries, health_reason, judge_health, port_summaries
 from everstep_agent.local.log_bundles import BundleContents, LogBundles
 from everstep_agent.local.node_socket import NodeSocketServer
-from everstep_agent.local.nvml_hold import NvmlHold
+from everstep_agent.local.nvml_pause import NvmlPause
 from everstep_agent.notices.watch import NoticeWatch, open_service
 from everstep_agent.probes.wrong_products import WrongProductStore
 from everstep_agent.sensors.gauges import fresh_report, gpu_gauges, gpu_modes, network_adapters
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-NVML_HOLD_FILE = "nvml-hold"
+NVML_PAUSE_FILE = "nvml-pause"
 """File in the run directory that keeps NVML closed while it exists."""
 
 FIRST_REPORT_TIMEOUT_S = 3.0
@@ -155,7 +155,7 @@ class Supervisor:
                     kernel_log=settings.kernel_log_path,
                     state_path=str(settings.run_dir / "sensors.state"),
                     reads_gpm=settings.dcgm_names,
-                    hold_file=str(settings.run_dir / NVML_HOLD_FILE),
+                    pause_file=str(settings.run_dir / NVML_PAUSE_FILE),
                     profile_folder=str(_prepared_state_dir(settings)),
                     site_policy=settings.site_policy,
                     disk_paths=settings.watch_paths,
@@ -209,7 +209,7 @@ class Supervisor:
             settings.agent_socket, make_welcome(settings), self._jobs, settings.max_connections
         )
         self._node_socket = NodeSocketServer(settings.node_socket, self._handle_local_request)
-        self._nvml_hold = NvmlHold(settings.run_dir / NVML_HOLD_FILE, clock)
+        self._nvml_pause = NvmlPause(settings.run_dir / NVML_PAUSE_FILE, clock)
         self._health_file = HealthFile(settings.run_dir / HEALTH_FILE)
         self._bundles = LogBundles(settings.resolved_bundle_dir, clock, self._collect_bundle)
 
@@ -299,7 +299,7 @@ class Supervisor:
             self._report_all(self._findings.expire(self._clock.monotonic()))
             findings = self._findings.findings
             self._health_file.update(self._sensor_report or SensorReport(), findings, self._clock.wall())
-            self._nvml_hold.expire()
+            self._nvml_pause.expire()
             self._bundles.note_findings(findings)
             if self._bundles.is_due:
                 self._start_task(self._bundles.make_due())
@@ -389,7 +389,7 @@ class Supervisor:
             labels=parse_labels(self._settings),
             gpus=poll.known_gpus,
             host=poll.host_identity,
-            takes_release=True,
+            takes_nvml_pause=True,
             adapters=network_adapters(poll.ports),
             gpu_modes=gpu_modes(poll.gpus),
         )
@@ -416,15 +416,15 @@ class Supervisor:
     def on_directives(self, directives: list[Directive]) -> None:
         """Carry out the controller's directives; ranks are notified before this returns."""
         bodies = [directive.body for directive in directives]
-        own = RunProbe | SpillVersion | ProtectVersion | ReleaseNvml
+        own = RunProbe | SpillVersion | ProtectVersion | PauseNvml
         self._jobs.handle_directives([body for body in bodies if not isinstance(body, own)])
         for body in bodies:
             if isinstance(body, RunProbe):
                 self._start_task(self._probe(body))
             elif isinstance(body, SpillVersion | ProtectVersion):
                 self._orders.submit(body)
-            elif isinstance(body, ReleaseNvml):
-                self._nvml_hold.order(body.seconds)
+            elif isinstance(body, PauseNvml):
+                self._nvml_pause.order(body.seconds)
             elif not isinstance(body, VersionNotice):
                 log.info("directive %s", type(body).__name__, extra={"node": self._settings.node})
 
@@ -453,7 +453,7 @@ class Supervisor:
             case JoinFleet():
                 return await self._join(request)
             case ReleaseGpus():
-                return await self._release_gpus(request.seconds)
+                return await self._pause_nvml(request.seconds)
 
     def _describe_status(self) -> NodeStatus:
         report, findings = self._sensor_report or SensorReport(), self._findings.findings
@@ -503,20 +503,20 @@ class Supervisor:
             f"settings too, in place of --standalone: {settings.run_dir / JOINED_FILE} may not survive a reboot."
         )
 
-    async def _release_gpus(self, seconds: float) -> GpusReleased:
+    async def _pause_nvml(self, seconds: float) -> GpusReleased:
         """Have NVML closed, and wait until it is. Raises Unavailable if a call keeps it open."""
         if not seconds:
-            self._nvml_hold.end()
+            self._nvml_pause.end()
             return GpusReleased(until=0.0)
-        until, deadline = self._nvml_hold.begin(seconds), self._clock.monotonic() + RELEASE_TIMEOUT_S
+        until, deadline = self._nvml_pause.begin(seconds), self._clock.monotonic() + RELEASE_TIMEOUT_S
         asked_at = self._clock.wall()
         while self._clock.monotonic() < deadline:
             report = self._sensor_report or SensorReport()
-            is_closed = report.poll.nvml_held_s is not None and not report.poll.nvml_is_open
+            is_closed = report.poll.nvml_paused_s is not None and not report.poll.nvml_is_open
             if report.polled_at > asked_at and is_closed and not report.poll.nvml_busy_with:
                 return GpusReleased(until=until)
             await asyncio.sleep(RELEASE_CHECK_S)
-        self._nvml_hold.end()
+        self._nvml_pause.end()
         raise Unavailable("a call of NVML has not returned, so the agent cannot close it: reboot the node instead")
 
     def _collect_bundle(self, reason: str) -> BundleContents:

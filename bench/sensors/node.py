@@ -84,7 +84,7 @@ class BenchNode:
             disk_paths=("/",),
             scenario=scenario,
             control_file=str(self._control),
-            hold_file=str(self._hold),
+            pause_file=str(self._hold),
             machine_folder=str(folder / "machine"),
         )
         self._config, self.scenario = config, scenario

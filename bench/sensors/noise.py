@@ -197,15 +197,15 @@ def _compressed(polls: Iterable[PollResult]) -> Runs:
 
 
 def _without_time(poll: PollResult) -> PollResult:
-    """Return the poll without the values that change at every poll; ``LivingNode`` sets them."""
+    """Return the poll without the values that change at every poll; ``SimulatedNode`` sets them."""
     gpus = tuple(msgspec.structs.replace(gpu, energy_j=gpu.energy_j and 0.0) for gpu in poll.gpus)
-    return msgspec.structs.replace(poll, gpus=gpus, poll_s=0.0, nvml_held_s=poll.nvml_held_s and 1.0)
+    return msgspec.structs.replace(poll, gpus=gpus, poll_s=0.0, nvml_paused_s=poll.nvml_paused_s and 1.0)
 
 
 # Replay
 
 
-class LivingNode:
+class SimulatedNode:
     """One node's month: its clock, counters and assessment."""
 
     def __init__(self, name: str, recording: Recording, policy: FindingPolicy, totals: Totals, seed: str) -> None:
@@ -226,7 +226,7 @@ class LivingNode:
     def _base(self) -> PollResult:
         return self._recording.bases[self._is_training]
 
-    def live(self, until_s: float, schedule: Sequence[tuple[float, str, Callable[[LivingNode], None]]]) -> None:
+    def live(self, until_s: float, schedule: Sequence[tuple[float, str, Callable[[SimulatedNode], None]]]) -> None:
         """Let the scheduled events happen, each when the one before is over, and then time pass until the end."""
         for at_s, name, happen in schedule:
             self.now_s = max(self.now_s, at_s)
@@ -351,13 +351,13 @@ class LivingNode:
 
 
 def _schedule(
-    node: LivingNode, days: float, rows: Sequence[EventRow]
-) -> list[tuple[float, str, Callable[[LivingNode], None]]]:
+    node: SimulatedNode, days: float, rows: Sequence[EventRow]
+) -> list[tuple[float, str, Callable[[SimulatedNode], None]]]:
     """Draw when what happens on a node: each event is a Poisson process of its rate."""
-    processes: list[tuple[str, float, Callable[[LivingNode], None]]] = [
-        ("job starts or ends", 2 * JOBS_PER_DAY, LivingNode.start_or_end_job),
-        ("boot", BOOTS_PER_DAY, LivingNode.boot),
-        ("agent restarts", AGENT_RESTARTS_PER_DAY, LivingNode.restart_agent),
+    processes: list[tuple[str, float, Callable[[SimulatedNode], None]]] = [
+        ("job starts or ends", 2 * JOBS_PER_DAY, SimulatedNode.start_or_end_job),
+        ("boot", BOOTS_PER_DAY, SimulatedNode.boot),
+        ("agent restarts", AGENT_RESTARTS_PER_DAY, SimulatedNode.restart_agent),
     ]
     for scope, name, per_day, most in COUNTERS:
         processes.append((f"{scope}.{name} rises", per_day, _counting(scope, name, most)))
@@ -371,11 +371,11 @@ def _schedule(
     return sorted(found, key=lambda each: each[:2])
 
 
-def _counting(scope: str, name: str, most: int) -> Callable[[LivingNode], None]:
+def _counting(scope: str, name: str, most: int) -> Callable[[SimulatedNode], None]:
     return lambda node: node.count(scope, name, most)
 
 
-def _playing(row: EventRow) -> Callable[[LivingNode], None]:
+def _playing(row: EventRow) -> Callable[[SimulatedNode], None]:
     return lambda node: node.play_row(row)
 
 
@@ -390,7 +390,7 @@ def simulate(nodes: int, days: float, policy: FindingPolicy, every: int = 1, see
     rows, totals = noise_rows()[::every], Totals()
     recording = record(rows, policy)
     for number in range(nodes):
-        node = LivingNode(f"n{number}", recording, policy, totals, f"{seed}/{number}")
+        node = SimulatedNode(f"n{number}", recording, policy, totals, f"{seed}/{number}")
         node.live(days * DAY_S, _schedule(node, days, rows))
     return totals
 

@@ -112,7 +112,7 @@ def bundle(run_dir: RunDir = None) -> None:
     console.print(made.path)
 
 
-def release_gpus(
+def pause_nvml(
     run_dir: RunDir = None,
     seconds: Annotated[
         float, typer.Option(min=1, max=3600, help="Seconds after which the agent opens NVML again by itself.")

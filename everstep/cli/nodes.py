@@ -127,4 +127,4 @@ def cancel_maintenance(
 app.command()(local_node.local)
 app.command()(local_node.bundle)
 app.command()(local_node.join)
-app.command("release-gpus")(local_node.release_gpus)
+app.command("pause-nvml")(local_node.pause_nvml)

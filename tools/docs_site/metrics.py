@@ -19,7 +19,7 @@ from prometheus_client.registry import CollectorRegistry
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.local import StatisticsAnswer
 from everstep_agent import metrics as agent_metrics
-from everstep_agent.drivers.samples import GpuSample, HostSample, LinkSample, NodeFabricSample
+from everstep_agent.drivers.samples import GpuSample, HostSample, LinkSample, NvlinkFabricSample
 from everstep_agent.sensors.sensor_messages import PollResult, SensorReport
 from everstep_agent.vault import reporting, service
 from everstep_controller.app.controller import Controller
@@ -100,7 +100,7 @@ def _of_agent() -> Iterator[Family]:
     counters, refused = reporting.VaultCounters().read_all()
     vault = StatisticsAnswer(request=0, counters=counters, refused=refused, gauges=dict.fromkeys(_levels(), 0))
     gpu = _filled(GpuSample, links=(_filled(LinkSample),))
-    poll = PollResult(is_full=True, gpus=(gpu,), fabric=_filled(NodeFabricSample), host=_filled(HostSample))
+    poll = PollResult(is_full=True, gpus=(gpu,), fabric=_filled(NvlinkFabricSample), host=_filled(HostSample))
     report = SensorReport(poll=poll)
     numbers = _filled(agent_metrics.AgentMetrics, vault_statistics=vault, sensor_report=report)
     yield from _collected(agent_metrics.AgentCollector(lambda: numbers, dcgm_names=True).collect())

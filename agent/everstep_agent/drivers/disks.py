@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from everstep_agent.drivers.samples import ArraySample, DiskSample
+from everstep_agent.drivers.samples import DiskSample, RaidArraySample
 from everstep_agent.drivers.sysfs import entries, read_int, read_text
 
 _HEX = re.compile(r"0x[0-9a-f]+")
@@ -17,7 +17,7 @@ _SCSI_DISK_TYPE = 0
 """Peripheral device type of a disk (SCSI Primary Commands); an optical drive has 5."""
 
 
-def raid_arrays(root: Path) -> list[ArraySample]:
+def raid_arrays(root: Path) -> list[RaidArraySample]:
     """Return the md arrays. Facts: the kernel's Documentation/admin-guide/md.rst."""
     samples = []
     for block in entries(root / "block"):
@@ -26,7 +26,7 @@ def raid_arrays(root: Path) -> list[ArraySample]:
             members = [entry for entry in entries(folder) if entry.name.startswith("dev-")]
             faulty = [member for member in members if "faulty" in (read_text(member / "state") or "").split(",")]
             samples.append(
-                ArraySample(
+                RaidArraySample(
                     name=block.name,
                     level=read_text(folder / "level") or "",
                     state=state,

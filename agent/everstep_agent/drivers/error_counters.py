@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from everstep_agent.drivers.samples import MemorySample, PciErrorSample
+from everstep_agent.drivers.samples import MemoryModuleSample, PciErrorSample
 from everstep_agent.drivers.sysfs import NVIDIA_VENDOR_ID, entries, nvidia_gpus_on_pci, read_int, read_text
 
 _NVSWITCH_CLASS = "0x0680"
@@ -20,7 +20,7 @@ NO_LINK_ERRORS = frozenset(("NonFatalErr", "UnsupReq"))
 """Names of errors that no link makes: a program that reads registers a device does not have causes them."""
 
 
-def memory_modules(root: Path) -> list[MemorySample]:
+def memory_modules(root: Path) -> list[MemoryModuleSample]:
     """Return a sample of each memory module, and one of each controller for errors without a known module."""
     samples = []
     for controller in entries(root / "devices/system/edac/mc"):
@@ -31,7 +31,7 @@ def memory_modules(root: Path) -> list[MemorySample]:
         part = "_noinfo" if counted else ""  # before 4.10 the kernel counts by controller only
         samples += counted
         samples.append(
-            MemorySample(
+            MemoryModuleSample(
                 name=controller.name,
                 corrected=read_int(controller / f"ce{part}_count"),
                 uncorrected=read_int(controller / f"ue{part}_count"),
@@ -40,8 +40,8 @@ def memory_modules(root: Path) -> list[MemorySample]:
     return samples
 
 
-def _module(folder: Path) -> MemorySample:
-    return MemorySample(
+def _module(folder: Path) -> MemoryModuleSample:
+    return MemoryModuleSample(
         name=f"{folder.parent.name}/{folder.name}",
         label=read_text(folder / "dimm_label") or "",
         corrected=read_int(folder / "dimm_ce_count"),

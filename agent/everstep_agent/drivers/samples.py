@@ -131,14 +131,14 @@ class FabricSample(Sample, frozen=True, kw_only=True):
         return ", ".join(words)
 
 
-class PeerSample(Sample, frozen=True, kw_only=True):
+class GpuPeerSample(Sample, frozen=True, kw_only=True):
     """Whether a GPU reaches another one by peer-to-peer access over NVLink. ``status`` is NVML's; 0 is good."""
 
     pci_bus_id: str
     status: int
 
 
-class NodeFabricSample(Sample, frozen=True, kw_only=True):
+class NvlinkFabricSample(Sample, frozen=True, kw_only=True):
     """The NVLink fabric of the node as a whole."""
 
     switches: int | None = None  # NVSwitches on the PCI bus that the NVIDIA driver holds
@@ -232,12 +232,12 @@ class GpuSample(Sample, frozen=True, kw_only=True):
     nvlink_recovery_failures: int | None = None
     nvlinks_down_at: tuple[int, ...] = ()  # their numbers
     links: tuple[LinkSample, ...] = ()
-    links_are_new: bool = False  # whether the links were read at this poll
+    links_were_read: bool = False  # whether the links were read at this poll
     nvlink_far_ends: tuple[str, ...] = ()  # by link: as ``LinkSample.far_end``, "" if unknown
     fabric: FabricSample | None = None
     c2c_links: int | None = None  # links to the CPU (NVLink-C2C) that were ever active
     c2c_links_down: int | None = None
-    peers: tuple[PeerSample, ...] = ()  # the node's other GPUs, as far as NVML answers
+    peers: tuple[GpuPeerSample, ...] = ()  # the node's other GPUs, as far as NVML answers
     encoder_utilization: float | None = None
     decoder_utilization: float | None = None
     memory_reserved_bytes: int | None = None  # by the driver; part of the memory in use
@@ -328,7 +328,7 @@ class GpuSample(Sample, frozen=True, kw_only=True):
         Known at polls that read the slow values, outside MIG mode (whose instances reserve memory), and where the agent
         sees the processes of all containers.
         """
-        if not self.links_are_new or not self.sees_all_processes or self.mig_mode:
+        if not self.links_were_read or not self.sees_all_processes or self.mig_mode:
             return None
         if self.memory_used_bytes is None or self.processes is None or self.graphics_processes is None:
             return None
@@ -355,7 +355,7 @@ def _differ(now: int | None, then: int | None) -> int | None:
     return None if now is None or then is None else int(now != then)
 
 
-class GpuComparison(Sample, frozen=True, kw_only=True):
+class GpuPeerComparison(Sample, frozen=True, kw_only=True):
     """One GPU beside the node's other GPUs of its model; see ``findings/gpu_peers.py``."""
 
     clock_fraction: float | None = None  # of the others' SM clock, while all are under load and nothing explains it
@@ -416,7 +416,7 @@ LINK_ERRORS = (
 """Counters of a port whose sum is its number of errors."""
 
 
-class PortCounts(Sample, frozen=True, kw_only=True):
+class PortCounterGrowth(Sample, frozen=True, kw_only=True):
     """Growth of a compute or storage port's counters, by the kernel's names, since the sensor started.
 
     It starts again at 0 when the device's counter does. Errors of a link in training are left out.
@@ -474,7 +474,7 @@ class PortSample(Sample, frozen=True, kw_only=True):
     best_width: int | None = None  # since the port was last enabled
     bond: str = ""  # bond whose other ports are up, of a port that is down
     counters: dict[str, int] = {}  # as the device has them
-    counts: PortCounts = PortCounts()  # what of them is judged
+    counts: PortCounterGrowth = PortCounterGrowth()  # what of them is judged
     link_downs: int | None = None
     identity: dict[str, str] = {}  # address, pci_bus_id, board, firmware, rdma and gpus, as far as they are known
 
@@ -613,7 +613,7 @@ class InventorySample(Sample, frozen=True, kw_only=True):
     network_devices: tuple[str, ...] | None = None  # PCI addresses
 
 
-class MemorySample(Sample, frozen=True, kw_only=True):
+class MemoryModuleSample(Sample, frozen=True, kw_only=True):
     """Errors of one memory module since its driver was loaded, or those of a controller that belong to no module."""
 
     name: str  # "mc0/dimm3", or "mc0"
@@ -657,7 +657,7 @@ class PciErrorSample(Sample, frozen=True, kw_only=True):
         return {} if self.device == self.name else {"device": self.device}
 
 
-class ArraySample(Sample, frozen=True, kw_only=True):
+class RaidArraySample(Sample, frozen=True, kw_only=True):
     """One RAID array of the kernel (md)."""
 
     name: str
@@ -788,7 +788,7 @@ class UnitSample(Sample, frozen=True, kw_only=True):
         return int(self.load_state == "not-found") if self.load_state else None
 
 
-MachinePart = MemorySample | PciErrorSample | ArraySample | DiskSample | UnitSample
+MachinePart = MemoryModuleSample | PciErrorSample | RaidArraySample | DiskSample | UnitSample
 """A part of the machine, with the ``subject``, the ``detail`` and the ``identity`` that its findings show."""
 
 
@@ -796,9 +796,9 @@ class HardwareSamples(Sample, frozen=True, kw_only=True):
     """What changes seldom."""
 
     is_new: bool = False  # whether they were read at this poll
-    memory: tuple[MemorySample, ...] = ()
+    memory: tuple[MemoryModuleSample, ...] = ()
     pci: tuple[PciErrorSample, ...] = ()
-    arrays: tuple[ArraySample, ...] = ()
+    arrays: tuple[RaidArraySample, ...] = ()
     disks: tuple[DiskSample, ...] = ()
     units: tuple[UnitSample, ...] = ()
 
@@ -841,7 +841,7 @@ class SensorState(Sample, frozen=True, kw_only=True):
     crashes: int | None = None  # consecutive ends of the sensor process
     nvml_failed: int | None = None  # 1 if GPUs are expected and NVML lists none, for none of the next three reasons
     nvml_hung_s: float | None = None  # seconds that NVML as a whole has not answered, beyond what it may take
-    nvml_held_s: float | None = None  # seconds that NVML has been closed by order
+    nvml_paused_s: float | None = None  # seconds that NVML has been closed by order
     driver_missing: int | None = None  # 1 if there are GPUs and their kernel driver is not loaded
     library_missing: int | None = None  # 1 if there are GPUs and no NVML library
     library_mismatch: int | None = None  # 1 if the NVML library is of another version than the loaded driver

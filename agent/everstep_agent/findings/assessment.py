@@ -149,9 +149,9 @@ class FindingAssessor:
             if (action := gpu.recovery_action) is not None:
                 self._dirty |= self.xid_history.clear_recovery_action(gpu.pci_bus_id, action, now.monotonic)
             self._apply_rules("gpu", gpu.pci_bus_id, gpu, gpu.error or gpu.failures, now)
-            for link in gpu.links if gpu.links_are_new else ():
+            for link in gpu.links if gpu.links_were_read else ():
                 self._apply_rules("link", _link_subject(gpu.pci_bus_id, link.link), link, "", now)
-            if gpu.fabric is not None and gpu.links_are_new:
+            if gpu.fabric is not None and gpu.links_were_read:
                 self._apply_rules("fabric", gpu.pci_bus_id, gpu.fabric, gpu.fabric.detail, now)
         compared = compare_gpus(poll.gpus, {gpu.uuid: gpu.name for gpu in poll.known_gpus})
         for bus_id, comparison in compared.items():
@@ -286,7 +286,7 @@ class FindingAssessor:
 
     def _sensor_state(self, poll: PollResult) -> SensorState:
         expected = self._expected_gpus if self._expected_gpus is not None else (poll.pci_gpu_count or 0)
-        is_held = poll.nvml_held_s is not None
+        is_held = poll.nvml_paused_s is not None
         has_gpus = not is_held and (expected > 0 or poll.pci_gpus_unbound > 0 or bool(poll.gpus))
         readable = sum(not gpu.error for gpu in poll.gpus)
         code = poll.nvml_error_code
@@ -305,7 +305,7 @@ class FindingAssessor:
             crashes=0,
             nvml_failed=int(has_failed and not poll.nvml_busy_with and code not in CURABLE_NVML_ERRORS),
             nvml_hung_s=poll.nvml_hung_s,
-            nvml_held_s=poll.nvml_held_s or 0.0,
+            nvml_paused_s=poll.nvml_paused_s or 0.0,
             driver_missing=int(has_gpus and code == DRIVER_NOT_LOADED),
             library_missing=int(has_gpus and code == LIBRARY_NOT_FOUND),
             library_mismatch=int(has_gpus and code == LIBRARY_MISMATCH),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from everstep_agent.drivers.samples import GpuComparison, GpuSample
+from everstep_agent.drivers.samples import GpuPeerComparison, GpuSample
 
 MIN_OTHERS = 3
 """Other GPUs that tell which value is usual: of fewer, any may be the odd one."""
@@ -27,7 +27,7 @@ MANY_TIMES = 10
 """How many times the others' corrected errors a GPU must have for its errors to be its own (judgement)."""
 
 
-def compare_gpus(samples: Iterable[GpuSample], models: Mapping[str, str]) -> dict[str, GpuComparison]:
+def compare_gpus(samples: Iterable[GpuSample], models: Mapping[str, str]) -> dict[str, GpuPeerComparison]:
     """Return the comparison of each GPU that has enough others of its model, by PCI address.
 
     Args:
@@ -46,12 +46,12 @@ def compare_gpus(samples: Iterable[GpuSample], models: Mapping[str, str]) -> dic
     }
 
 
-def _compare(gpu: GpuSample, others: Sequence[GpuSample]) -> GpuComparison:
+def _compare(gpu: GpuSample, others: Sequence[GpuSample]) -> GpuPeerComparison:
     clock = _clock_fraction(gpu, others)
     is_set = bool((gpu.throttle_reasons or 0) & CLOCKS_SET)
     usual_limit_w = _median(other.power_limit_w for other in others)
     unknown = usual_limit_w is None or gpu.power_limit_w is None
-    return GpuComparison(
+    return GpuPeerComparison(
         clock_fraction=None if is_set else clock,
         set_clock_fraction=clock if is_set else None,
         power_limit_gap_w=None if unknown else (usual_limit_w or 0.0) - (gpu.power_limit_w or 0.0),

@@ -52,7 +52,7 @@ class SensorSettings(msgspec.Struct, frozen=True, kw_only=True):
     state_path: str = ""  # file for findings that outlive the agent (XIDs until a reset or a reboot); empty for none
     profile_folder: str = ""  # folder of the node's profile; empty for none
     reads_gpm: bool = False  # how busy the parts of a GPU are
-    hold_file: str = ""  # while this file exists, NVML stays closed, for a reset or a new driver; empty for none
+    pause_file: str = ""  # while this file exists, NVML stays closed, for a reset or a new driver; empty for none
     site_policy: tuple[str, ...] = ()  # TOML files laid over the built-in rules; read again when they change
     policy_check_s: float = POLICY_CHECK_S  # between two looks at these files
     sysfs_root: str = "/sys"
@@ -314,7 +314,7 @@ class SensorMonitor:
             scenario=self._scenario,
             control_file=settings.virtual_control,
             reads_gpm=settings.reads_gpm,
-            hold_file=settings.hold_file,
+            pause_file=settings.pause_file,
             hang_timeout_s=settings.hang_timeout_s,
             start_timeout_s=settings.start_timeout_s,
             machine_folder=settings.virtual_folder,

@@ -55,7 +55,7 @@ def _vgpu_licensed(device: GpuDevice) -> int | None:
 
 
 @dataclass(eq=False)
-class ActivityCounters:
+class GpuActivity:
     """The activity of one open GPU, counted by GPM between two readings."""
 
     device: GpuDevice

@@ -16,10 +16,10 @@ from everstep_agent.drivers.nvml import GpuDevice, call
 from everstep_agent.drivers.samples import (
     FabricSample,
     FabricState,
+    GpuPeerSample,
     GpuSample,
     LinkSample,
-    NodeFabricSample,
-    PeerSample,
+    NvlinkFabricSample,
 )
 from everstep_agent.sensors.nvlinks import SWITCH
 
@@ -95,11 +95,11 @@ def _flag(mask: int, shift: int) -> int | None:
     return {1: 1, 2: 0}.get(mask >> shift & 3)
 
 
-def read_peers(device: GpuDevice, others: Mapping[str, GpuDevice]) -> tuple[PeerSample, ...]:
+def read_peers(device: GpuDevice, others: Mapping[str, GpuDevice]) -> tuple[GpuPeerSample, ...]:
     """Return whether a GPU reaches the others."""
     answers = {bus_id: _p2p_status(device, bus_id, other) for bus_id, other in others.items()}
     known = {bus_id: status for bus_id, status in answers.items() if status not in (None, P2P_UNKNOWN)}
-    return tuple(PeerSample(pci_bus_id=bus_id, status=status) for bus_id, status in known.items())
+    return tuple(GpuPeerSample(pci_bus_id=bus_id, status=status) for bus_id, status in known.items())
 
 
 def _p2p_status(device: GpuDevice, bus_id: str, other: GpuDevice) -> Any:
@@ -116,7 +116,7 @@ SWITCHES_EVERY = 60
 
 
 @dataclass
-class NodeFabricSensor:
+class NvlinkFabricSensor:
     """The fabric of the node as a whole."""
 
     sysfs: Path
@@ -130,7 +130,7 @@ class NodeFabricSensor:
     _pids: dict[str, int] = field(default_factory=dict)
     _sees_host: bool = False
 
-    def poll(self, gpus: tuple[GpuSample, ...]) -> NodeFabricSample:
+    def poll(self, gpus: tuple[GpuSample, ...]) -> NvlinkFabricSample:
         if self._polls % SWITCHES_EVERY == 0:
             self._switches = fabric_services.count_switches(self.sysfs)
             self._is_imex_configured = fabric_services.is_imex_configured(self.etc, self.dev)
@@ -138,7 +138,7 @@ class NodeFabricSensor:
             self._look_for_services()
         self._polls += 1
         domains, pairs = _domains(gpus), _unreachable_pairs(gpus)
-        return NodeFabricSample(
+        return NvlinkFabricSample(
             switches=self._switches,
             manager_running=FABRIC_MANAGER in self._pids if self._sees_host else None,
             imex_wanted=self._is_imex_configured and any(gpu.processes for gpu in gpus),

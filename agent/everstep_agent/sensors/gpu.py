@@ -12,9 +12,9 @@ from everstep.wire.v1.agent import Gpu
 from everstep_agent.drivers import nvml
 from everstep_agent.drivers.nvml import GpuDevice, Nvml, NvmlError, Outcome
 from everstep_agent.drivers.pci_gpus import PciGpu
-from everstep_agent.drivers.samples import GpuSample, LinkSample, PeerSample, XidEvent
+from everstep_agent.drivers.samples import GpuPeerSample, GpuSample, LinkSample, XidEvent
 from everstep_agent.drivers.sysfs import PcieLimit
-from everstep_agent.sensors.activity import ActivityCounters, read_activity
+from everstep_agent.sensors.activity import GpuActivity, read_activity
 from everstep_agent.sensors.fabric import PEERS_EVERY, GpuFabric, read_peers
 from everstep_agent.sensors.nvlinks import NvLinks, total
 
@@ -47,10 +47,10 @@ class OpenGpu:
     slow_values: dict[str, Any] | None = None
     slow_outcome: Outcome = field(default_factory=Outcome)
     slow_readings: int = 0
-    peers: tuple[PeerSample, ...] = ()
+    peers: tuple[GpuPeerSample, ...] = ()
 
     def __post_init__(self) -> None:
-        self.activity = ActivityCounters(self.device)
+        self.activity = GpuActivity(self.device)
 
 
 @dataclass(eq=False)
@@ -276,7 +276,7 @@ class GpuSensor:
         if gpu.slow_values is None or (self._polls + identity.index) % self.slow_every == 0:
             self._read_slowly(gpu)
             values["pcie_utilization"] = values["gpu_utilization"]
-            values["links_are_new"] = True
+            values["links_were_read"] = True
         slow = gpu.slow_values or {}
         if values["temperature_margin_c"] is None:
             values["temperature_margin_c"] = _difference(slow.get("slowdown_temperature_c"), values["temperature_c"])

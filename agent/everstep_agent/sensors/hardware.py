@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from everstep_agent.drivers import disks, error_counters
-from everstep_agent.drivers.samples import ArraySample, DiskSample, HardwareSamples
+from everstep_agent.drivers.samples import DiskSample, HardwareSamples, RaidArraySample
 
 DISKS_EVERY = 10
 """Polls between readings of arrays and disks."""
@@ -21,7 +21,7 @@ MAX_ABSENT = 64
 
 
 @dataclass
-class HardwareSensor:
+class HostHardwareSensor:
     """Read what changes seldom, and remember what was there."""
 
     _root: Path
@@ -46,14 +46,14 @@ class HardwareSensor:
         self._polls += 1
         return msgspec.structs.replace(self._newest, is_new=is_new)
 
-    def _arrays(self) -> tuple[ArraySample, ...]:
+    def _arrays(self) -> tuple[RaidArraySample, ...]:
         arrays = disks.raid_arrays(self._root)
         is_first = self._polls == 0
         self._whole |= {array.name for array in arrays if is_first or not array.missing}
         here = [msgspec.structs.replace(array, was_whole=array.name in self._whole) for array in arrays]
         gone = {array.name for array in self._newest.arrays} - {array.name for array in here}
         self._whole -= gone
-        return (*here, *(ArraySample(name=name) for name in sorted(gone)[:MAX_ABSENT]))
+        return (*here, *(RaidArraySample(name=name) for name in sorted(gone)[:MAX_ABSENT]))
 
     def _disks(self) -> tuple[DiskSample, ...]:
         here = [*disks.nvme_controllers(self._root), *disks.scsi_disks(self._root)]

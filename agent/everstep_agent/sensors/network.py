@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from everstep_agent.drivers import ports
-from everstep_agent.drivers.samples import FABRIC_ROLES, PortCounts, PortPresence, PortRole, PortSample
+from everstep_agent.drivers.samples import FABRIC_ROLES, PortCounterGrowth, PortPresence, PortRole, PortSample
 
 COUNTERS_EVERY = 10
 """Polls between readings of all ports and counters; a link's state is read at every poll."""
@@ -29,7 +29,7 @@ class _Counters:
 
     latest: dict[str, int] = field(default_factory=dict)
     growth: dict[str, int] = field(default_factory=dict)
-    judged: PortCounts = field(default_factory=PortCounts)
+    judged: PortCounterGrowth = field(default_factory=PortCounterGrowth)
     _before_drop: dict[str, int] = field(default_factory=dict)
 
     def add(self, counters: dict[str, int], is_settled: bool) -> None:
@@ -46,10 +46,10 @@ class _Counters:
             grown = count - (highest if count >= highest else before)
             self.growth[name] = self.growth.get(name, 0) + grown * is_settled
         self.latest = counters
-        self.judged = PortCounts(**{name: self.growth[name] for name in counters if name in _JUDGED})
+        self.judged = PortCounterGrowth(**{name: self.growth[name] for name in counters if name in _JUDGED})
 
 
-_JUDGED = frozenset(PortCounts.__struct_fields__)
+_JUDGED = frozenset(PortCounterGrowth.__struct_fields__)
 
 
 @dataclass
@@ -173,7 +173,7 @@ class NetworkSensor:
             best_width=port.best_width,
             bond=reading.bond if is_here else "",
             counters=port.counters.latest if is_here else {},
-            counts=port.counters.judged if is_here and port.role in FABRIC_ROLES else PortCounts(),
+            counts=port.counters.judged if is_here and port.role in FABRIC_ROLES else PortCounterGrowth(),
             link_downs=reading.link_downs if is_here else None,
             identity=reading.identity | ({"gpus": port.gpus} if port.gpus else {}),
         )

@@ -34,15 +34,15 @@ from everstep_agent.drivers.inventory import read_inventory
 from everstep_agent.drivers.pci_gpus import PciGpu, pci_gpus
 from everstep_agent.drivers.samples import InventorySample, OtherGpusSample
 from everstep_agent.sensors.earlier_boot import EarlierBootSensor
-from everstep_agent.sensors.fabric import NodeFabricSensor
+from everstep_agent.sensors.fabric import NvlinkFabricSensor
 from everstep_agent.sensors.gpu import GpuSensor
 from everstep_agent.sensors.gpu_driver import GpuDriver
 from everstep_agent.sensors.gpu_watch import GpuWatch
-from everstep_agent.sensors.hardware import HardwareSensor
+from everstep_agent.sensors.hardware import HostHardwareSensor
 from everstep_agent.sensors.host import HostSensor, PathSensor
 from everstep_agent.sensors.network import NetworkSensor
 from everstep_agent.sensors.sensor_messages import ACTIVITY_BYTES, PollResult, SensorConfig
-from everstep_agent.sensors.units import UnitSensor
+from everstep_agent.sensors.units import SystemdUnitSensor
 from everstep_agent.virtual.scenario import VirtualMachine
 
 DEV, ETC = Path("/dev"), Path("/etc")
@@ -76,11 +76,11 @@ class NodeSensors:
         self._gpu.sees_all_processes = sysfs.is_host_pid_namespace(self._proc)
         self._polls = 0
         self._gpu.reads_gpm = config.reads_gpm
-        self._hold_file = config.hold_file
+        self._pause_file = config.pause_file
         self._network = NetworkSensor(self._sysfs, self._proc)
         self._host = HostSensor(self._proc)
-        self._hardware = HardwareSensor(self._sysfs)
-        self._units = UnitSensor(config.watch_units)
+        self._hardware = HostHardwareSensor(self._sysfs)
+        self._units = SystemdUnitSensor(config.watch_units)
         # What an earlier process of this agent has read, its supervisor knows.
         self._earlier_boot = EarlierBootSensor(self._sysfs, SYSTEM_CLOCK, _has_started=config.is_resumed)
         if self._machine is not None:
@@ -88,9 +88,9 @@ class NodeSensors:
                 self._sysfs, SYSTEM_CLOCK, self._sysfs, self._machine.journal_lines, at_once, math.inf
             )
             units = config.watch_units or tuple(self._machine.host.units)
-            self._units = UnitSensor(units, self._machine.show_units, at_once)
+            self._units = SystemdUnitSensor(units, self._machine.show_units, at_once)
         self._host_id = sysfs.host_identity(self._sysfs, self._proc)
-        self._fabric = NodeFabricSensor(self._sysfs, self._proc, etc, dev)
+        self._fabric = NvlinkFabricSensor(self._sysfs, self._proc, etc, dev)
         self._other_gpus: dict[str, int] = {}
         self._paths = PathSensor(
             config.disk_paths, self._proc, SYSTEM_CLOCK, Path(config.vault_folder) if config.vault_folder else None
@@ -125,7 +125,7 @@ class NodeSensors:
             gpus=gpus,
             fabric=self._fabric.poll(gpus),
             other_gpus=tuple(OtherGpusSample(vendor=name, unwatched=n) for name, n in self._other_gpus.items()),
-            nvml_held_s=held_s,
+            nvml_paused_s=held_s,
             nvml_is_open=self._gpu.is_open,
             nvml_busy_with=error.busy_with,
             nvml_hung_s=error.hung_s,
@@ -181,10 +181,10 @@ class NodeSensors:
 
     def _held_s(self) -> float | None:
         """Return for how long NVML has to stay closed by order, or None if it has not."""
-        if not self._hold_file:
+        if not self._pause_file:
             return None
         try:
-            return max(0.0, SYSTEM_CLOCK.wall() - os.stat(self._hold_file).st_mtime)
+            return max(0.0, SYSTEM_CLOCK.wall() - os.stat(self._pause_file).st_mtime)
         except OSError:
             return None
 

@@ -12,7 +12,7 @@ from everstep_agent.drivers.samples import (
     HardwareSamples,
     HostSample,
     InventorySample,
-    NodeFabricSample,
+    NvlinkFabricSample,
     OtherGpusSample,
     PathSample,
     PortSample,
@@ -41,7 +41,7 @@ class SensorConfig(Sample, frozen=True, kw_only=True):
     hang_timeout_s: float = 5.0  # seconds from which on a call of a GPU hangs
     start_timeout_s: float = 60.0  # seconds that opening NVML may take
     reads_gpm: bool = False  # see ``GpuSensor``
-    hold_file: str = ""  # while this file exists, NVML stays closed; empty for none
+    pause_file: str = ""  # while this file exists, NVML stays closed; empty for none
     vault_folder: str = ""  # where the vault keeps its slots; empty for no vault
     watch_units: tuple[str, ...] = ()  # units of systemd
     machine_folder: str = ""  # where the virtual machine keeps its /sys and /proc files
@@ -68,11 +68,11 @@ class PollResult(Sample, frozen=True, kw_only=True):
     pci_gpu_count: int | None = None  # number of GPUs on the PCI bus that NVML should list to this process
     pci_gpus_unbound: int = 0  # number of GPUs there without a kernel driver
     pci_gpus_hidden: int = 0  # number of GPUs there that this process may not see
-    fabric: NodeFabricSample = NodeFabricSample()
+    fabric: NvlinkFabricSample = NvlinkFabricSample()
     other_gpus: tuple[OtherGpusSample, ...] = ()  # of every vendor that is known
     nvml_busy_with: str = ""  # the work on NVML as a whole that has not ended, such as its initialization
     nvml_hung_s: float = 0.0  # seconds that this work takes longer than it may
-    nvml_held_s: float | None = None  # seconds since a person or a program ordered NVML to be let go
+    nvml_paused_s: float | None = None  # seconds since a person or a program ordered NVML to be let go
     nvml_is_open: bool = False  # whether the sensor process holds NVML open
     nvml_error: str = ""  # the reason no GPU could be read
     nvml_error_code: int = 0  # the error of opening NVML

@@ -22,7 +22,7 @@ from everstep_agent.drivers.kmsg import KernelLog, LogPosition, is_null_device
 from everstep_agent.drivers.pci_gpus import PciGpu, pci_gpus
 from everstep_agent.drivers.samples import FABRIC_ROLES, GpuSample, Sample
 from everstep_agent.sensors.gpu import GpuSensor
-from everstep_agent.sensors.hardware import HardwareSensor
+from everstep_agent.sensors.hardware import HostHardwareSensor
 from everstep_agent.sensors.host import HostSensor
 from everstep_agent.sensors.network import NetworkSensor
 
@@ -127,7 +127,7 @@ def check_ports(sys_root: Path, proc: Path, *, is_own_sysfs: bool) -> Iterator[C
 
 def check_hardware(sys_root: Path) -> Iterator[CheckResult]:
     """Count the parts around the GPUs whose errors are watched."""
-    samples = HardwareSensor(sys_root).poll()
+    samples = HostHardwareSensor(sys_root).poll()
     advice = "" if samples.memory else "; memory errors are counted once an EDAC driver of the platform is loaded"
     yield ok(
         "hardware",
@@ -176,7 +176,7 @@ def check_gpus(on_bus: list[PciGpu]) -> Iterator[CheckResult]:
         yield fail(name, f"NVML lists {len(samples)} of the {expected} GPUs on the PCI bus: see the kernel log")
     if samples:
         read = [sample for sample in samples if not sample.error]
-        skipped = ("uuid", "error", "failures", "lost", "is_closed", "hung_s", "failed_values", "links_are_new")
+        skipped = ("uuid", "error", "failures", "lost", "is_closed", "hung_s", "failed_values", "links_were_read")
         values = f"; {_coverage(read[0], skipped)}" if read else ""
         yield ok(name, f"{len(read)} of {len(samples)} GPUs answer, driver {sensor.driver_version}{values}")
         if sensor.wait_xid_events(0.0) is None:

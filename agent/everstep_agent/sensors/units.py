@@ -16,7 +16,7 @@ UNITS_EVERY = 30
 
 
 @dataclass
-class UnitSensor:
+class SystemdUnitSensor:
     """Ask systemctl now and then, never twice at once, and remember which units have been active."""
 
     _units: tuple[str, ...]

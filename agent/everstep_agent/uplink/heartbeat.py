@@ -47,7 +47,7 @@ class NodeDescription(msgspec.Struct, frozen=True, kw_only=True):
     labels: dict[str, str] = {}
     gpus: tuple[agent.Gpu, ...] = ()
     host: agent.Host = agent.UNKNOWN_HOST
-    takes_release: bool = False
+    takes_nvml_pause: bool = False
     adapters: tuple[agent.NetworkAdapter, ...] = ()
     gpu_modes: agent.GpuModes = agent.UNKNOWN_MODES
 

@@ -275,5 +275,5 @@ def _describe_directive(effect: Send) -> str:
             return f"make parity of {body.version}, {len(body.groups)} shards"
         case directives.RunProbe():
             return f"run {body.probe} among {' '.join(body.nodes)}"
-        case directives.ReleaseNvml():
+        case directives.PauseNvml():
             return f"close NVML for {body.seconds:g} s" if body.seconds else "open NVML again"

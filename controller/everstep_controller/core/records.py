@@ -194,8 +194,8 @@ class NodeIdentity(msgspec.Struct, kw_only=True):
     adapters: tuple[NetworkAdapter, ...] = ()
     gpu_modes: GpuModes = UNKNOWN_MODES
     agent_version: str = ""
-    takes_release: bool = False
-    """True if the agent takes the directive ``ReleaseNvml``."""
+    takes_nvml_pause: bool = False
+    """True if the agent takes the directive ``PauseNvml``."""
     driver_version: str = ""
     boot_id: str = ""
     booted_at: float = 0.0

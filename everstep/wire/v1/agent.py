@@ -195,7 +195,7 @@ Labels = Annotated[
 
 
 class Register(Message, frozen=True, kw_only=True):
-    """An agent's first message in each of its lives. ``takes_release``: it takes the directive ``ReleaseNvml``."""
+    """An agent's first message in each of its lives. ``takes_nvml_pause``: it takes the directive ``PauseNvml``."""
 
     protocols: tuple[SafeInt, ...]
     node: NodeId
@@ -210,7 +210,7 @@ class Register(Message, frozen=True, kw_only=True):
     host: Host = UNKNOWN_HOST
     findings: Findings = ()
     sent_at: float = 0.0
-    takes_release: bool = False
+    takes_nvml_pause: bool = False
     adapters: Annotated[tuple[NetworkAdapter, ...], msgspec.Meta(max_length=MAX_ADAPTER_KINDS)] = ()
     gpu_modes: GpuModes = UNKNOWN_MODES
 

@@ -13,7 +13,7 @@ from everstep.clock import Backoff
 from everstep.errors import EverstepError
 from everstep.vocabulary import Finding
 from everstep.wire.v1.agent import PREFIX_BYTES, FrameKind, GpuGauges, ReportsAnswer, encode_frame
-from everstep.wire.v1.directives import Directive, ProtectVersion, ReleaseNvml, RunProbe, SpillVersion
+from everstep.wire.v1.directives import Directive, PauseNvml, ProtectVersion, RunProbe, SpillVersion
 from everstep.wire.v1.local import WrongProduct
 from everstep.wire.v1.training import AnyReport, FindingRaised, ProbeFinished, RankProgress
 from everstep_agent.jobs.local_processes import LocalJob
@@ -205,7 +205,7 @@ class AgentProcess:
         for directive in directives:
             self.world.observe(DirectiveDelivered(self.machine.name, self.incarnation, directive.seq, directive.body))
         bodies: list[Any] = [directive.body for directive in directives]
-        not_for_jobs = RunProbe | SpillVersion | ProtectVersion | ReleaseNvml
+        not_for_jobs = RunProbe | SpillVersion | ProtectVersion | PauseNvml
         self.jobs.handle_directives([body for body in bodies if not isinstance(body, not_for_jobs)])
         for body in bodies:
             if isinstance(body, RunProbe):

@@ -18,7 +18,7 @@ from everstep.layout.slots import SLOTS_PER_RANK
 from everstep.vocabulary import FindingKind, GenerationReason
 from everstep.wire.framing import FrameDecoder, encode_frame
 from everstep.wire.v1 import local
-from everstep.wire.v1.directives import NewGeneration, ReleaseNvml
+from everstep.wire.v1.directives import NewGeneration, PauseNvml
 from everstep.wire.v1.training import (
     FindingCleared,
     FindingRaised,
@@ -158,10 +158,10 @@ def test_agent_reports_rank_loss_and_forwards_new_generation(
 def test_agent_closes_nvml_by_the_controllers_order(agent: AgentProcess, controller: ControllerStub) -> None:
     agent.start()
     controller.wait_for(lambda: controller.listening)
-    hold = agent.run_dir / "nvml-hold"
-    controller.push(ReleaseNvml(seconds=60.0))
+    hold = agent.run_dir / "nvml-pause"
+    controller.push(PauseNvml(seconds=60.0))
     until(hold.exists, "NVML is to be closed")
-    controller.push(ReleaseNvml(seconds=0.0))
+    controller.push(PauseNvml(seconds=0.0))
     until(lambda: not hold.exists(), "NVML may be opened again")
 
 

@@ -27,8 +27,8 @@ from everstep_agent.drivers.samples import (
     HardwareSamples,
     HostSample,
     LinkSample,
-    MemorySample,
-    NodeFabricSample,
+    MemoryModuleSample,
+    NvlinkFabricSample,
     OtherGpusSample,
     PathSample,
     PortPresence,
@@ -148,7 +148,7 @@ def test_nvlinks_have_series_of_their_own() -> None:
 
 
 def test_fabric_and_gpus_of_other_vendors_have_series() -> None:
-    fabric = NodeFabricSample(switches=4, manager_running=False, unreachable_pairs=1)
+    fabric = NvlinkFabricSample(switches=4, manager_running=False, unreachable_pairs=1)
     other = OtherGpusSample(vendor="AMD", unwatched=8)
     joining = GpuSample(index=0, pci_bus_id=BUS, uuid="GPU-0", fabric=FabricSample(state=2), c2c_links_down=1)
     report = a_report(joining)
@@ -188,7 +188,7 @@ def test_machine_around_the_gpus_has_series() -> None:
     host = HostSample(io_pressure=0.25, open_files_fraction=0.5)
     paths = (PathSample(path="/", free_fraction=0.75), PathSample(path="/dev/shm", free_memory_fraction=0.5))
     hardware = HardwareSamples(
-        memory=(MemorySample(name="mc0/dimm1", corrected=3),), disks=(DiskSample(name="nvme0", state="dead"),)
+        memory=(MemoryModuleSample(name="mc0/dimm1", corrected=3),), disks=(DiskSample(name="nvme0", state="dead"),)
     )
     poll = PollResult(is_full=True, host=host, paths=paths, hardware=hardware)
     samples = shown(sensor_report=SensorReport(poll=poll))

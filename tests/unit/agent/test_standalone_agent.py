@@ -60,11 +60,11 @@ def test_standalone_agent_serves_metrics_on_loopback_without_token(agent: AgentP
 def test_agent_releases_gpus_for_a_bounded_time(agent: AgentProcess) -> None:
     agent.start("--standalone")
     until(lambda: ask(agent, "local").exit_code == 0, "the node is healthy")
-    assert "NVML is closed for 60 s at most" in ask(agent, "release-gpus", "--seconds", "60").output
-    assert (agent.run_dir / "nvml-hold").read_text().startswith("until=")
+    assert "NVML is closed for 60 s at most" in ask(agent, "pause-nvml", "--seconds", "60").output
+    assert (agent.run_dir / "nvml-pause").read_text().startswith("until=")
     assert ask(agent, "local").exit_code == 0
-    ask(agent, "release-gpus", "--end")
-    assert not (agent.run_dir / "nvml-hold").exists()
+    ask(agent, "pause-nvml", "--end")
+    assert not (agent.run_dir / "nvml-pause").exists()
 
 
 def test_standalone_agent_joins_a_controller_and_remembers_it(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from everstep.vocabulary import Action, Decision, FindingKind, Mode, NodeState, Severity
-from everstep.wire.v1.directives import ReleaseNvml
+from everstep.wire.v1.directives import PauseNvml
 from everstep_controller.core.effects import Remediation, RemediationKind
 from everstep_controller.core.events import RemediationFinished
 from everstep_controller.core.health.offences import collect_evidence, suspect_gpus
@@ -108,8 +108,8 @@ def start_remediation(transition: Transition, node: str, action: Action, sentenc
 
 def _release_nvml(transition: Transition, node: str, seconds: float) -> None:
     """Have the node's agent close NVML for a reset; 0 seconds: open it again."""
-    if transition.state.nodes[node].identity.takes_release:
-        transition.send(node, ReleaseNvml(seconds=seconds))
+    if transition.state.nodes[node].identity.takes_nvml_pause:
+        transition.send(node, PauseNvml(seconds=seconds))
 
 
 def note_dry_run(record: NodeRecord) -> None:

@@ -128,7 +128,7 @@ def _identify(message: Register, now: float, before: NodeIdentity | None = None)
         adapters=message.adapters,
         gpu_modes=message.gpu_modes,
         agent_version=message.agent_version,
-        takes_release=message.takes_release,
+        takes_nvml_pause=message.takes_nvml_pause,
         driver_version=message.driver_version,
         boot_id=message.boot_id,
         booted_at=before.booted_at if before is not None and message.boot_id == before.boot_id else now,

@@ -10,7 +10,7 @@ from everstep.wire.v1.directives import (
     AnyDirective,
     KillRank,
     NewGeneration,
-    ReleaseNvml,
+    PauseNvml,
     RunProbe,
     StopJob,
     VersionNotice,
@@ -199,7 +199,7 @@ def _subject(body: AnyDirective) -> str:
             return f"stop/{body.job}/0"
         case RunProbe():
             return f"probe/{body.probe}/0"
-        case ReleaseNvml():
+        case PauseNvml():
             return f"release/{body.seconds}/0"
         case _:
             return "versions//0"

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from everstep_agent.drivers import disks
-from everstep_agent.drivers.samples import ArraySample, DiskSample
+from everstep_agent.drivers.samples import DiskSample, RaidArraySample
 from tests.unit.agent.sensors.port_tree import PortTree
 
 
@@ -32,15 +32,15 @@ def test_array_without_redundancy_lacks_no_disk(tree: PortTree) -> None:
 @pytest.mark.parametrize(
     ("array", "lost", "not_yet_added"),
     [
-        (ArraySample(name="md0", missing=0, sync_action="check"), 0, 0),
-        (ArraySample(name="md0", missing=1, sync_action="recover"), 0, 0),
-        (ArraySample(name="md0", missing=1, sync_action="recover", faulty=("sda",)), 1, 0),
-        (ArraySample(name="md0", missing=1), 1, 0),
-        (ArraySample(name="md0", missing=1, was_whole=False), 0, 1),
-        (ArraySample(name="md0", missing=2, was_whole=False, faulty=("sda",)), 1, 2),
+        (RaidArraySample(name="md0", missing=0, sync_action="check"), 0, 0),
+        (RaidArraySample(name="md0", missing=1, sync_action="recover"), 0, 0),
+        (RaidArraySample(name="md0", missing=1, sync_action="recover", faulty=("sda",)), 1, 0),
+        (RaidArraySample(name="md0", missing=1), 1, 0),
+        (RaidArraySample(name="md0", missing=1, was_whole=False), 0, 1),
+        (RaidArraySample(name="md0", missing=2, was_whole=False, faulty=("sda",)), 1, 2),
     ],
 )
-def test_only_lost_disks_of_an_array_count(array: ArraySample, lost: int, not_yet_added: int) -> None:
+def test_only_lost_disks_of_an_array_count(array: RaidArraySample, lost: int, not_yet_added: int) -> None:
     assert (array.lost_disks, array.not_yet_added) == (lost, not_yet_added)
 
 

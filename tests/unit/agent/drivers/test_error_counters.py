@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from everstep_agent.drivers.error_counters import memory_modules, pci_errors, watched_pci_devices
-from everstep_agent.drivers.samples import MemorySample
+from everstep_agent.drivers.samples import MemoryModuleSample
 from tests.unit.agent.sensors.port_tree import PortTree
 
 EDAC = "sys/devices/system/edac/mc"
@@ -30,15 +30,15 @@ def test_memory_errors_are_counted_by_module(tree: PortTree, tmp_path: Path) -> 
         tree.write(tmp_path / EDAC / "mc0" / file, value)
     tree.write(tmp_path / EDAC / "power/control", "auto")
     assert memory_modules(tree.sys) == [
-        MemorySample(name="mc0/dimm0", label="A1", corrected=4, uncorrected=1),
-        MemorySample(name="mc0", corrected=2, uncorrected=0),
+        MemoryModuleSample(name="mc0/dimm0", label="A1", corrected=4, uncorrected=1),
+        MemoryModuleSample(name="mc0", corrected=2, uncorrected=0),
     ]
 
 
 def test_old_kernel_counts_by_controller(tree: PortTree, tmp_path: Path) -> None:
     for file, value in {"rank0/dimm_label": "A1", "ce_count": 6, "ue_count": 1, "ce_noinfo_count": 0}.items():
         tree.write(tmp_path / EDAC / "mc0" / file, value)
-    assert memory_modules(tree.sys) == [MemorySample(name="mc0", corrected=6, uncorrected=1)]
+    assert memory_modules(tree.sys) == [MemoryModuleSample(name="mc0", corrected=6, uncorrected=1)]
 
 
 def test_pcie_errors_are_those_of_the_link(tree: PortTree) -> None:

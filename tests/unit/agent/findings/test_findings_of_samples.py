@@ -7,13 +7,13 @@ import pytest
 
 from everstep.vocabulary import Action, Finding, Mode, Severity
 from everstep_agent.drivers.samples import (
-    ArraySample,
     HardwareSamples,
-    MemorySample,
+    MemoryModuleSample,
     OtherGpusSample,
     PciErrorSample,
     PortRole,
     PortSample,
+    RaidArraySample,
     SensorState,
     XidEvent,
 )
@@ -215,9 +215,9 @@ def test_nvml_let_go_by_order_is_quiet_for_an_hour() -> None:
     judge = TimedAssessor()
     closed = gpu(error="let go", is_closed=True)
     quiet = {"nvml_error_code": 9, "nvml_error": "closed", "pci_gpu_count": 0, "pci_gpus_unbound": 1}
-    assert judge.polls(100, closed, nvml_held_s=100.0, **quiet) == set()
-    assert judge.polls(10, nvml_held_s=200.0, pci_gpu_count=8) == set()
-    assert judge.polls(1, closed, nvml_held_s=3600.0, **quiet) == {"sensor.failed/nvml-hold"}
+    assert judge.polls(100, closed, nvml_paused_s=100.0, **quiet) == set()
+    assert judge.polls(10, nvml_paused_s=200.0, pci_gpu_count=8) == set()
+    assert judge.polls(1, closed, nvml_paused_s=3600.0, **quiet) == {"sensor.failed/nvml-pause"}
     assert (only(judge).severity, only(judge).action) == (Severity.WARNING, Action.NONE)
 
 
@@ -304,7 +304,7 @@ LEFT: dict[str, Any] = {
     "processes": 0,
     "graphics_processes": 0,
     "sees_all_processes": True,
-    "links_are_new": True,
+    "links_were_read": True,
 }
 
 
@@ -324,7 +324,7 @@ def test_memory_without_a_process_is_information_after_minutes() -> None:
         {"graphics_processes": 1},
         {"mig_mode": 1},
         {"memory_used_bytes": 600 << 20},
-        {"links_are_new": False},
+        {"links_were_read": False},
     ],
 )
 def test_memory_of_hidden_or_other_processes_is_no_finding(values: dict[str, Any]) -> None:
@@ -402,7 +402,7 @@ def test_gpus_of_another_vendor_are_told_until_they_leave() -> None:
 
 def test_memory_module_is_named_below_its_controller() -> None:
     judge = TimedAssessor()
-    module = MemorySample(name="mc0/dimm3", label="CPU0_C1_D0", corrected=0, uncorrected=1)
+    module = MemoryModuleSample(name="mc0/dimm3", label="CPU0_C1_D0", corrected=0, uncorrected=1)
     judge.polls(1, hardware=HardwareSamples(is_new=True, memory=(module,)))
     assert (only(judge).key, only(judge).mode) == ("host.memory/MC0", Mode.RECOMMEND)
     assert only(judge).evidence == {"module": "mc0/dimm3", "label": "CPU0_C1_D0"}
@@ -420,6 +420,6 @@ def test_errors_of_a_link_name_the_gpu() -> None:
 
 def test_stopped_array_has_no_finding() -> None:
     judge = TimedAssessor()
-    degraded = ArraySample(name="md0", level="raid1", state="clean", missing=1)
+    degraded = RaidArraySample(name="md0", level="raid1", state="clean", missing=1)
     assert judge.polls(1, hardware=HardwareSamples(is_new=True, arrays=(degraded,))) == {"host.disk/md0"}
-    assert judge.polls(40, hardware=HardwareSamples(is_new=True, arrays=(ArraySample(name="md0"),))) == set()
+    assert judge.polls(40, hardware=HardwareSamples(is_new=True, arrays=(RaidArraySample(name="md0"),))) == set()

@@ -118,7 +118,7 @@ def test_hung_gpu_is_named_while_the_others_are_read(settings: SensorSettings, c
 
 
 def test_nvml_is_let_go_while_the_hold_file_exists(settings: SensorSettings, tmp_path: Path) -> None:
-    hold = tmp_path / "nvml-hold"
+    hold = tmp_path / "nvml-pause"
 
     async def scene(sensing: RunningMonitor) -> None:
         hold.touch()
@@ -128,7 +128,7 @@ def test_nvml_is_let_go_while_the_hold_file_exists(settings: SensorSettings, tmp
         hold.unlink()
         await sensing.until(lambda report: all(gpu.temperature_c for gpu in report.poll.gpus))
 
-    play(msgspec.structs.replace(settings, hold_file=str(hold)), scene)
+    play(msgspec.structs.replace(settings, pause_file=str(hold)), scene)
 
 
 @pytest.mark.promise("sensor-failure")

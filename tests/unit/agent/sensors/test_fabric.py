@@ -13,7 +13,7 @@ import pytest
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.vocabulary import Action, Severity
 from everstep_agent.drivers.samples import FabricSample, HostSample
-from everstep_agent.sensors.fabric import SWITCHES_EVERY, NodeFabricSensor
+from everstep_agent.sensors.fabric import SWITCHES_EVERY, NvlinkFabricSensor
 from everstep_agent.sensors.gpu import GpuSensor
 from everstep_agent.virtual.machine_tree import MachineTree
 from everstep_agent.virtual.scenario import FABRIC_HEALTHY, VirtualMachine, load_scenario
@@ -34,7 +34,7 @@ class Node:
         self.tree.update(self.machine)
         install(self.machine, SYSTEM_CLOCK)
         self.gpus = GpuSensor(slow_every=1, set_activity=lambda activity: None)
-        self.fabric = NodeFabricSensor(self.tree.sys, self.tree.proc, self.tree.etc, self.tree.dev)
+        self.fabric = NvlinkFabricSensor(self.tree.sys, self.tree.proc, self.tree.etc, self.tree.dev)
         self.judge = TimedAssessor()
 
     def change(self, gpu: dict[str, Any] | None = None, every: bool = False, **content: Any) -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from everstep_agent.drivers.samples import DiskSample, HardwareSamples
-from everstep_agent.sensors.hardware import COUNTERS_EVERY, DISKS_EVERY, HardwareSensor
+from everstep_agent.sensors.hardware import COUNTERS_EVERY, DISKS_EVERY, HostHardwareSensor
 from tests.unit.agent.sensors.port_tree import PortTree
 
 
@@ -12,17 +12,17 @@ def write_array(tree: PortTree, name: str, degraded: int) -> None:
         tree.write(tree.sys / "block" / name / "md" / file, text)
 
 
-def next_reading(sensor: HardwareSensor) -> HardwareSamples:
+def next_reading(sensor: HostHardwareSensor) -> HardwareSamples:
     """Poll until the next reading, and return it."""
     return next(samples for samples in (sensor.poll() for _ in range(DISKS_EVERY)) if samples.is_new)
 
 
 def test_machine_without_such_parts_has_no_samples(tmp_path: Path) -> None:
-    assert HardwareSensor(tmp_path).poll() == HardwareSamples(is_new=True)
+    assert HostHardwareSensor(tmp_path).poll() == HardwareSamples(is_new=True)
 
 
 def test_files_are_read_at_each_tenth_poll(tmp_path: Path) -> None:
-    sensor = HardwareSensor(tmp_path)
+    sensor = HostHardwareSensor(tmp_path)
     polls = [sensor.poll().is_new for _ in range(COUNTERS_EVERY)]
     assert [number for number, is_new in enumerate(polls) if is_new] == [0, 10, 20]
 
@@ -30,7 +30,7 @@ def test_files_are_read_at_each_tenth_poll(tmp_path: Path) -> None:
 def test_array_of_the_start_was_whole_and_a_new_one_was_not(tmp_path: Path) -> None:
     tree = PortTree(tmp_path)
     write_array(tree, "md0", 1)
-    sensor = HardwareSensor(tree.sys)
+    sensor = HostHardwareSensor(tree.sys)
     next_reading(sensor)
     write_array(tree, "md1", 1)
     old, new = next_reading(sensor).arrays
@@ -44,7 +44,7 @@ def test_array_of_the_start_was_whole_and_a_new_one_was_not(tmp_path: Path) -> N
 def test_disk_that_left_is_unknown(tmp_path: Path) -> None:
     tree = PortTree(tmp_path)
     tree.write(tree.sys / "class/nvme/nvme0/state", "live")
-    sensor = HardwareSensor(tree.sys)
+    sensor = HostHardwareSensor(tree.sys)
     next_reading(sensor)
     (tree.sys / "class/nvme/nvme0/state").unlink()
     for _ in range(2):

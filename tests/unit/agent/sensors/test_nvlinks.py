@@ -91,7 +91,7 @@ def linked(errors: int = 0, failures: int = 0, down: tuple[int, ...] = ()) -> Gp
     )
     ends = ("", "", "", "0000:05:00 link 1", "", "", "", "0000:08:00 link 9")
     return gpu(
-        links=links, links_are_new=True, nvlinks=8, nvlinks_down=len(down), nvlinks_down_at=down, nvlink_far_ends=ends
+        links=links, links_were_read=True, nvlinks=8, nvlinks_down=len(down), nvlinks_down_at=down, nvlink_far_ends=ends
     )
 
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from everstep_agent.drivers.commands import at_once
-from everstep_agent.sensors.units import UNITS_EVERY, UnitSensor
+from everstep_agent.sensors.units import UNITS_EVERY, SystemdUnitSensor
 
 
 class Systemd:
@@ -19,7 +19,7 @@ class Systemd:
 
 def test_no_unit_to_watch_asks_nothing() -> None:
     systemd = Systemd()
-    sensor = UnitSensor((), systemd.show, at_once)
+    sensor = SystemdUnitSensor((), systemd.show, at_once)
     assert sensor.poll() == ()
     assert systemd.asked == 0
 
@@ -27,7 +27,7 @@ def test_no_unit_to_watch_asks_nothing() -> None:
 def test_unit_that_was_active_is_stopped() -> None:
     systemd = Systemd()
     systemd.state = "inactive"
-    sensor = UnitSensor(("a.service",), systemd.show, at_once)
+    sensor = SystemdUnitSensor(("a.service",), systemd.show, at_once)
     seen = []
     for systemd.state in ("inactive", "active", "inactive"):
         seen += [sensor.poll()[0].is_stopped for _ in range(UNITS_EVERY)][:1]
@@ -36,7 +36,7 @@ def test_unit_that_was_active_is_stopped() -> None:
 
 def test_hanging_systemctl_is_not_asked_twice() -> None:
     started: list[Callable[[], None]] = []
-    sensor = UnitSensor(("a.service",), Systemd().show, started.append)
+    sensor = SystemdUnitSensor(("a.service",), Systemd().show, started.append)
     assert [sensor.poll() for _ in range(2 * UNITS_EVERY)] == [()] * 2 * UNITS_EVERY
     assert len(started) == 1
     started[0]()

@@ -8,7 +8,7 @@ import pytest
 
 from bench.sensors import noise
 from bench.sensors.events import EventRow
-from bench.sensors.noise import LivingNode, Recording, Totals
+from bench.sensors.noise import Recording, SimulatedNode, Totals
 from everstep.vocabulary import Severity
 from everstep_agent.findings.rules import load_policy
 
@@ -36,7 +36,7 @@ def recording() -> Recording:
         return noise.record([HEAT], load_policy())
 
 
-def live(node: LivingNode) -> None:
+def live(node: SimulatedNode) -> None:
     for _ in range(3):
         node.play_row(HEAT)
         node.start_or_end_job()
@@ -50,14 +50,14 @@ def test_month_skips_polls_and_misses_no_finding(
     site.write_text(HASTY)
     policy = load_policy([site])
     skipping, complete = Totals(), Totals()
-    live(LivingNode("n1", recording, policy, skipping, "seed"))
-    monkeypatch.setattr(LivingNode, "_is_stirred", lambda node: True)
-    live(LivingNode("n1", recording, policy, complete, "seed"))
+    live(SimulatedNode("n1", recording, policy, skipping, "seed"))
+    monkeypatch.setattr(SimulatedNode, "_is_stirred", lambda node: True)
+    live(SimulatedNode("n1", recording, policy, complete, "seed"))
     assert skipping.found[Severity.WARNING] == complete.found[Severity.WARNING] == 3
     assert skipping.polls < complete.polls / 2
 
 
 def test_month_has_no_finding_by_the_built_in_rules(recording: Recording) -> None:
     totals = Totals()
-    live(LivingNode("n1", recording, load_policy(), totals, "seed"))
+    live(SimulatedNode("n1", recording, load_policy(), totals, "seed"))
     assert (dict(totals.above_info), totals.evictions) == ({}, 0)

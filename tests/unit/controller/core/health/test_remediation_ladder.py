@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from everstep.vocabulary import Action, Finding, FindingKind, Mode, NodeState, ProbeKind, Severity
-from everstep.wire.v1.directives import ReleaseNvml
+from everstep.wire.v1.directives import PauseNvml
 from everstep_controller.core.effects import Effect, Remediation, RemediationKind, RequestRemediation, Send
 from everstep_controller.core.events import OperatorAction, RemediationFinished
 from everstep_controller.core.health.node_state import RESET_S
@@ -74,12 +74,12 @@ def test_agent_lets_go_of_nvml_for_the_reset_alone(ok: bool) -> None:
     policy = CorePolicy.lab_preset().with_values(remediation={"mode": Mode.ENFORCE, "timeout_s": 7200.0})
     fleet = CoreFleet(policy)
     fleet.start(4, 1)
-    fleet.state.nodes["n2"].identity.takes_release = True
+    fleet.state.nodes["n2"].identity.takes_nvml_pause = True
     _raise_until_remediated(fleet, ok)
-    released = [effect for effect in fleet.effects if isinstance(effect, Send) and isinstance(effect.body, ReleaseNvml)]
+    released = [effect for effect in fleet.effects if isinstance(effect, Send) and isinstance(effect.body, PauseNvml)]
     assert [(effect.node, effect.body) for effect in released] == [
-        ("n2", ReleaseNvml(seconds=RESET_S)),
-        ("n2", ReleaseNvml(seconds=0.0)),
+        ("n2", PauseNvml(seconds=RESET_S)),
+        ("n2", PauseNvml(seconds=0.0)),
     ]
 
 
@@ -87,7 +87,7 @@ def test_agent_of_an_earlier_release_gets_no_new_directive() -> None:
     fleet = CoreFleet(CorePolicy.lab_preset().with_values(remediation={"mode": Mode.ENFORCE}))
     fleet.start(4, 1)
     assert RemediationKind.RESET_GPU in _raise_until_remediated(fleet, True)
-    assert not sent(fleet.effects, ReleaseNvml)
+    assert not sent(fleet.effects, PauseNvml)
 
 
 def test_finished_remediation_does_not_undo_operator_eviction() -> None:

@@ -19,7 +19,7 @@ _END = b"until="
 MAX_FILE_BYTES = 64
 
 
-class NvmlHold:
+class NvmlPause:
     """The file at ``path``. NVML stays closed while it exists."""
 
     def __init__(self, path: Path, clock: Clock) -> None:
