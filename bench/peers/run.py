@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -50,11 +51,15 @@ def _environment(folder: Path, fault: str, **more: str) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """Return a free port of the loopback interface."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """Return a free port of the loopback interface, of those that Linux gives to no connection by itself."""
+    for port in random.SystemRandom().sample(range(15000, 32000), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise OSError("none of a hundred ports between 15000 and 32000 is free")
 
 
 @contextmanager
