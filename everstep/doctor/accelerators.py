@@ -104,7 +104,7 @@ def check_other_gpus(gpus: Mapping[str, int]) -> Iterator[CheckResult]:
     for vendor, count in gpus.items():
         if not count:
             continue
-        sentence = f"GPUs of {vendor} are not watched: this machine has {count}, whose faults nobody reports"
+        sentence = f"GPUs of {vendor} are not watched: this machine has {count}, whose faults are not reported"
         yield warn(f"GPUs of {vendor}", sentence)
 
 

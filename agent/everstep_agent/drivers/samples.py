@@ -574,7 +574,7 @@ class PathSample(Sample, frozen=True, kw_only=True):
     """One file system. ``silent_s``: seconds that a query has gone unanswered (a dead NFS server)."""
 
     path: str
-    free_fraction: float | None = None  # None where nobody can write, and for the memory file system
+    free_fraction: float | None = None  # None for read-only file systems and for the memory file system
     free_inode_fraction: float | None = None
     free_memory_fraction: float | None = None  # of the memory file system, without the vault's own files
     silent_s: float = 0.0
@@ -779,7 +779,7 @@ class UnitSample(Sample, frozen=True, kw_only=True):
 
     @property
     def is_stopped(self) -> int | None:
-        """1 if it was active and somebody has stopped it; a unit that ends by itself is stopped, too."""
+        """1 if it was active and has been stopped; a unit that ends by itself is stopped, too."""
         return int(self.active_state == "inactive" and self.was_active) if self.active_state else None
 
     @property

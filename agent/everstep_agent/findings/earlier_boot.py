@@ -22,7 +22,7 @@ _ORDERED_PANIC = "sysrq triggered crash"
 
 
 def judge_earlier_boot(policy: FindingPolicy, records: EarlierBoot) -> EarlierBootSample:
-    """Return whether the boot ended in a panic that nobody ordered, and its gravest lines."""
+    """Return whether the boot ended in a panic that no person ordered, and its gravest lines."""
     panic = next((line for line in records.panic_lines if _PANIC in line), "")
     has_panicked = records.panicked_at > 0 and _ORDERED_PANIC not in panic
     lines = (line for line in (*records.panic_lines, *records.log_lines) if _PANIC not in line)

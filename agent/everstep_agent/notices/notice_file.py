@@ -14,7 +14,7 @@ from everstep_agent.notices.notice import Notice, NoticeError, clip, decode_json
 FILE_NAME = "notice.json"
 MAX_FILE_BYTES = 4096
 EXPIRY_S = 900.0
-"""Seconds after its deadline at which a file is ignored, because whoever wrote it did not remove it."""
+"""Seconds after its deadline at which a file is ignored, because its writer did not remove it."""
 
 
 def read_notice_file(path: Path, now: float) -> list[Notice]:

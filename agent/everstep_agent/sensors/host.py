@@ -121,7 +121,7 @@ class PathSensor:
             self._pending_since.pop(path, None)
 
     def _judge_space(self, path: str, status: os.statvfs_result) -> PathSample:
-        """Return the free parts. An image that nobody can write is always full, and some file systems have no size."""
+        """Return the free parts. A read-only image is always full, and some file systems have no size."""
         if status.f_flag & os.ST_RDONLY or not status.f_blocks:
             return PathSample(path=path)
         inodes = status.f_favail / status.f_files if status.f_files else None
