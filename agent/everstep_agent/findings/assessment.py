@@ -20,7 +20,7 @@ from everstep_agent.drivers.samples import (
     SensorState,
     XidEvent,
 )
-from everstep_agent.findings.earlier_boot import EARLIER_BOOT_SUBJECT, judge_earlier_boot
+from everstep_agent.findings.boot_judgement import EARLIER_BOOT_SUBJECT, judge_earlier_boot
 from everstep_agent.findings.gpu_peers import compare_gpus
 from everstep_agent.findings.kernel_lines import LineFindings
 from everstep_agent.findings.memory_errors import MemoryErrors

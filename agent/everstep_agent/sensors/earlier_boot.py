@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.clock import Clock
+from everstep_agent.drivers.boot_records import ARCHIVE, journal_lines, panic_record
 from everstep_agent.drivers.commands import Start, in_thread
-from everstep_agent.drivers.earlier_boot import ARCHIVE, journal_lines, panic_record
 from everstep_agent.drivers.samples import EARLIER_BOOT_S, EarlierBoot
 
 MAX_RECORD_AGE_S = 7 * 86_400.0

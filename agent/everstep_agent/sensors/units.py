@@ -9,7 +9,7 @@ import msgspec
 
 from everstep_agent.drivers.commands import Start, in_thread
 from everstep_agent.drivers.samples import UnitSample
-from everstep_agent.drivers.units import parse_units, show_units
+from everstep_agent.drivers.systemd import parse_units, show_units
 
 UNITS_EVERY = 30
 """Polls between two runs of systemctl, which takes some ten milliseconds of a core."""

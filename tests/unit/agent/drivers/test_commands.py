@@ -6,7 +6,7 @@ import pytest
 
 from everstep_agent.drivers.commands import run_bounded
 from everstep_agent.drivers.samples import UnitSample
-from everstep_agent.drivers.units import parse_units
+from everstep_agent.drivers.systemd import parse_units
 
 SLEEP = "import time; print('begun', flush=True); time.sleep(600)"
 SHOWN = """LoadState=loaded

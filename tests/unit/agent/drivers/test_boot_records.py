@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep_agent.drivers.earlier_boot import panic_record
+from everstep_agent.drivers.boot_records import panic_record
 
 PART_1 = "Panic#1 Part1\n<4>[ 90.2] RIP: 0010:memcpy\n<0>[ 90.3][   C12] Kernel panic - not syncing: Fatal\n"
 PART_2 = "Panic#1 Part2\n<4>[ 90.1] BUG: unable to handle page fault\n"
