@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 import re
-import socket
 import ssl
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ import msgspec
 
 from everstep.bearer_tokens import looks_like_token
 from everstep.errors import DECODE_ERRORS, ConfigurationError
+from everstep.host.agent_places import default_run_dir, local_node_name
 from everstep.host.state_directory import preferred_state_directory
 from everstep.ids import check_name
 from everstep.settings import Program
@@ -83,8 +83,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Number of GPUs that this node must have. Default: as many as its PCI bus shows."""
     bundle_dir: Path | None = None
     """Directory for bundles of logs, which are kept before a node is reset, rebooted or drained: the newest 8, at most
-    256 MiB. Default: ``/var/lib/everstep-agent/bundles`` for root and under systemd, else
-    ``$XDG_STATE_HOME/everstep/agent/NODE/bundles``, and with simulated GPUs a directory in ``run_dir``."""
+    256 MiB. Default: ``bundles`` in ``state_dir``."""
     bundle_bug_report: bool = False
     """Put the report of ``nvidia-bug-report.sh`` into bundles of logs. It needs root, takes about a minute, and is
     stopped after five."""
@@ -188,7 +187,7 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def resolved_bundle_dir(self) -> Path:
-        return self.bundle_dir or self.run_dir / "bundles"
+        return self.bundle_dir or self.resolved_state_dir / "bundles"
 
     @property
     def resolved_segment_dir(self) -> Path:
@@ -215,8 +214,8 @@ def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Agent
     ConfigurationError: a value is invalid, or settings contradict each other."""
     given = PROGRAM.read(flags, environ)
     values = {**PRESETS[given.get("preset", "lab")], **given}
-    node = values.setdefault("node", socket.gethostname().partition(".")[0])
-    values.setdefault("run_dir", _default_run_dir(node, environ))
+    node = values.setdefault("node", local_node_name())
+    values.setdefault("run_dir", default_run_dir(node, environ))
     values.setdefault("state_dir", _default_state_dir(values, environ))
     values.setdefault("bundle_dir", Path(values["state_dir"]) / "bundles")
     values["controllers"] = tuple(url.rstrip("/") for url in values.get("controllers", ()))
@@ -266,14 +265,9 @@ def state_folders(given: Mapping[str, Any], environ: Mapping[str, str]) -> list[
     """Return the directories in which an agent may keep its state, by the settings that are given to a command."""
     if "state_dir" in given:
         return [Path(given["state_dir"])]
-    node = given.get("node") or socket.gethostname().partition(".")[0]
-    run_dir = Path(given.get("run_dir") or _default_run_dir(node, environ))
+    node = given.get("node") or local_node_name()
+    run_dir = Path(given.get("run_dir") or default_run_dir(node, environ))
     return [run_dir, _default_state_dir({"node": node, "run_dir": run_dir}, environ)]
-
-
-def _default_run_dir(node: str, environ: Mapping[str, str]) -> Path:
-    base = environ.get("XDG_RUNTIME_DIR") or ("/run" if os.getuid() == 0 else f"/tmp/everstep-{os.getuid()}")  # noqa: S108 - made 0700
-    return Path(base) / "everstep" / node
 
 
 def tls_context(settings: AgentSettings) -> ssl.SSLContext | None:

@@ -21,6 +21,7 @@ from rich.text import Text
 from everstep.cli.context import Json, console, reporting_errors, show
 from everstep.cli.tables import table
 from everstep.errors import DECODE_ERRORS, EverstepError, Unavailable
+from everstep.host.agent_places import default_run_dir, local_node_name
 from everstep.vocabulary import Severity
 from everstep.wire.v1 import node_status
 from everstep.wire.v1.local import DEFAULT_AGENT_SOCKET
@@ -59,9 +60,7 @@ def find_run_dir(given: Path | None) -> Path:
     """Return the run directory of the agent of this machine. Raises Unavailable if there is none."""
     if given is not None:
         return given
-    base = os.environ.get("XDG_RUNTIME_DIR") or ("/run" if os.getuid() == 0 else f"/tmp/everstep-{os.getuid()}")  # noqa: S108 - is only read
-    node = socket.gethostname().partition(".")[0]
-    places = [Path(DEFAULT_AGENT_SOCKET).parent, Path(base) / "everstep" / node]
+    places = [Path(DEFAULT_AGENT_SOCKET).parent, default_run_dir(local_node_name(), os.environ)]
     for place in places:
         try:
             if (place / NODE_SOCKET).exists():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ from everstep import __version__
 from everstep.clock import Clock
 from everstep.doctor.results import CheckResult, fail, ok, warn
 from everstep.errors import EverstepError
+from everstep.host.agent_places import local_node_name
 from everstep.wire.v1 import operator as op
 
 DAY_S = 86400.0
@@ -62,11 +62,6 @@ def read_access(get: Callable[..., Any], url: str, clock: Clock, node: str = "")
         uncertain_s=took_s / 2,
         agent_version=agent,
     )
-
-
-def local_node_name() -> str:
-    """Return the default name of this machine's node."""
-    return socket.gethostname().partition(".")[0]
 
 
 def check_access(facts: AccessFacts, now: float) -> Iterator[CheckResult]:

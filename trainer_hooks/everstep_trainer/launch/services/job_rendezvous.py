@@ -32,6 +32,7 @@ import msgspec
 from everstep.bearer_tokens import TokenRole, mint
 from everstep.clock import Clock
 from everstep.errors import ConfigurationError, Unavailable
+from everstep.host.agent_places import local_node_name
 from everstep.host.private_files import make_private_directories, write_private
 from everstep.ids import check_name
 from everstep_trainer.launch.options import LaunchOptions
@@ -428,7 +429,7 @@ def _preset(endpoint: Endpoint) -> Literal["lab", "production"]:
 
 def _node_name(options: LaunchOptions, endpoint: Endpoint, *, is_first: bool) -> str:
     """Return the given name, or the host's; launchers that meet on loopback share one host, and get a number."""
-    name = options.node or socket.gethostname().partition(".")[0]
+    name = options.node or local_node_name()
     if not options.node and endpoint.is_loopback:
         number = options.node_rank if options.node_rank is not None else 0 if is_first else 1
         name = f"{name}-{number}"
