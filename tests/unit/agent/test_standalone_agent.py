@@ -49,7 +49,7 @@ def test_standalone_agent_reports_a_lost_gpu(agent: AgentProcess, control: Contr
     assert Path(status["newest_bundle"]).parent == agent.run_dir / "bundles"
 
 
-def test_standalone_agent_serves_metrics_on_loopback_without_token(agent: AgentProcess) -> None:
+def test_standalone_agent_serves_loopback_metrics_without_token(agent: AgentProcess) -> None:
     ready = agent.start("--standalone")
     with urllib.request.urlopen(f"http://{ready['metrics']}/metrics") as response:
         text = response.read().decode()
