@@ -439,6 +439,8 @@ class SilenceMonitor:
         if state == STOPPED_STATE:
             self._report(process, silent_s, RankActivity.STOPPED, state, "its process is stopped")
             return
+        if process.last_tick is None:
+            return  # no tick is expected of it yet
         if now - process.sampled_at < SAMPLE_S:
             return
         process.sampled_at = now
@@ -465,9 +467,9 @@ class SilenceMonitor:
         process.silence_reported = None
 
     def _is_watched(self, process: ConnectedRank) -> bool:
-        """Return whether the rank is a member that has ticked and is expected to tick."""
+        """Return whether the rank is a member of a generation whose work goes on."""
         is_over = process.kill_reason or process.is_done or process.job.stop_directive is not None
-        return process.last_tick is not None and process.rank is not None and not is_over
+        return process.rank is not None and not is_over
 
     def _report(self, process: ConnectedRank, silent_s: float, activity: RankActivity, state: str, doing: str) -> None:
         assert process.generation is not None

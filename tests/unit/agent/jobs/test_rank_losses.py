@@ -180,10 +180,12 @@ def silent(node: NodeJobs, seconds: float, lag: float = 0.0) -> list[RankUnrespo
     return node.reports_of(RankUnresponsive)
 
 
-def test_stopped_rank_is_reported_early_and_once(node: NodeJobs) -> None:
+@pytest.mark.parametrize("has_ticked", [True, False])
+def test_stopped_rank_is_reported_early_and_once(node: NodeJobs, has_ticked: bool) -> None:
     rank = node.rank(1)
     node.regroup(1)
-    node.heartbeat(rank, 1, 1)
+    if has_ticked:
+        node.heartbeat(rank, 1, 1)
     rank.state = "T"
     assert silent(node, 0.25) == []
     (report,) = silent(node, 0.1)
