@@ -82,12 +82,13 @@ def test_declared_section_outlasts_the_threshold(short_path: Path) -> None:
     [
         ("LOCK.acquire(), LOCK.acquire()", r"rank 1 stands still at train.py:\d+ for \d+ s; rank 0 waits"),
         ("exec('while True: pass')", "rank 1 runs a loop in which nothing changes"),
+        ("__import__('ctypes').PyDLL(None).pause()", "rank 1 stands still for 3 s; rank 0 waits"),
         (
             "os.kill(os.getpid(), signal.SIGSTOP)",
             r"rank 1 on \S+ has sent no heartbeat for .* \(its process is",
         ),
     ],
-    ids=["lock", "loop", "stopped"],
+    ids=["lock", "loop", "python lock", "stopped"],
 )
 def test_rank_that_hangs_is_replaced(short_path: Path, hang: str, text: str) -> None:
     launcher = run_script(short_path, "--hang-threshold-s", "3", inside=ONCE + hang)

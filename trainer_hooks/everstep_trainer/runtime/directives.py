@@ -195,9 +195,11 @@ class DirectiveListener:
         self.on_versions: Callable[[VersionNotice], None] | None = None  # receives the committed version and candidate
 
     def enter(self, spec: GenerationSpec, member: Member) -> None:
-        """Begin to take part in ``spec``, from its rendezvous on."""
+        """Begin to take part in ``spec``, from its rendezvous on. The agent learns it before the training function may
+        take Python's lock and keep it: a rank that has never ticked is not judged by its silence."""
         self._stalls.enter(spec.spec.hang_threshold_s)
         self._spec, self._member = spec, member
+        self.send(self._build_tick(spec, member))
 
     def leave(self) -> None:
         self._spec = self._member = self.on_versions = None
@@ -238,14 +240,19 @@ class DirectiveListener:
 
     def make_tick(self) -> RankHeartbeat | None:
         self.membership.abort()
-        spec, member, progress = self._spec, self._member, self.progress
-        before, self._position = self._position, (progress.generation, progress.finished_step)
+        spec, member = self._spec, self._member
+        before, self._position = self._position, (self.progress.generation, self.progress.finished_step)
         self._is_moving = before != self._position and self.membership.state is MembershipState.MEMBER
         if spec is None or member is None:
             return None
         if self.membership.state is MembershipState.MEMBER and (stall := self._stalls.check()) is not None:
             self._report_stall(stall, spec, member)
-        tick = RankHeartbeat(
+        tick = self._build_tick(spec, member)
+        return tick if self._spec is spec else None  # the main thread may count steps of the next generation already
+
+    def _build_tick(self, spec: GenerationSpec, member: Member) -> RankHeartbeat:
+        progress = self.progress
+        return RankHeartbeat(
             generation=spec.number,
             rank=member.rank,
             step=progress.finished_step,
@@ -257,7 +264,6 @@ class DirectiveListener:
             started_step=self._begun(spec),
             until_step=progress.until_step,
         )
-        return tick if self._spec is spec else None  # the main thread may count steps of the next generation already
 
     def _begun(self, spec: GenerationSpec) -> int:
         """Return the last step begun in ``spec``: the main thread may still count steps of the previous generation."""

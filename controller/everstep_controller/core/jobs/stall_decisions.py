@@ -98,7 +98,8 @@ class JobStall(msgspec.Struct, frozen=True, kw_only=True):
     def floor_s(self, stalled: StalledRank) -> float:
         """Return the seconds of standing still from which a rank counts as hung."""
         if self.spec.hang_threshold_s is not None:
-            return stalled.threshold_s  # the job's, or more in the first steps
+            # A rank's own threshold is longer in its first steps; an agent that reports a silent rank knows none.
+            return max(stalled.threshold_s, self.spec.hang_threshold_s)
         floor = max(stalled.threshold_s, self.policy.stalls.hang_floor_s, 2 * self.failures.longest_pause_s)
         return float(floor * 2 ** self.failures.hang_kills.get(stalled.place, 0))
 

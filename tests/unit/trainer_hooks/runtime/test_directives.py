@@ -1,4 +1,4 @@
-"""What a rank does with the words of its agent, apart from obeying them."""
+"""What a rank logs and reports while it listens to its agent."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import pytest
 from everstep.clock import ManualClock
 from everstep.vocabulary import GenerationReason
 from everstep.wire.v1.directives import NewGeneration, StopJob
+from everstep.wire.v1.local import RankHeartbeat, ToAgent
 from everstep.wire.v1.training import GenerationSpec
 from everstep_trainer.base.progress import StepProgress
 from everstep_trainer.config import HookSettings
@@ -19,14 +20,15 @@ from everstep_trainer.runtime.directives import DirectiveListener, MembershipSta
 from tests.support.fleet.generations import generation
 
 
-def attendant(where: MembershipState) -> DirectiveListener:
+def listener(where: MembershipState, sent: list[ToAgent] | None = None) -> DirectiveListener:
     """A rank that finished step 7 of its generation, and began 40 collectives."""
     settings = HookSettings()
     progress = StepProgress(settings.step_window)
     progress.enter(1, lambda: 40)
     progress.finish_step(7)
     presence = SimpleNamespace(state=where, abort=lambda: None)
-    return DirectiveListener(ReceivedDirectives(), presence, progress, lambda _: None, settings, ManualClock())  # type: ignore[arg-type]
+    send = (sent if sent is not None else []).append
+    return DirectiveListener(ReceivedDirectives(), presence, progress, send, settings, ManualClock())  # type: ignore[arg-type]
 
 
 def hung(number: int) -> NewGeneration:
@@ -36,7 +38,7 @@ def hung(number: int) -> NewGeneration:
 
 
 def test_ranks_log_their_stacks_when_another_rank_hangs(caplog: pytest.LogCaptureFixture) -> None:
-    rank = attendant(MembershipState.MEMBER)
+    rank = listener(MembershipState.MEMBER)
     with caplog.at_level(logging.WARNING):
         rank.handle_message(hung(2))
         rank.handle_message(hung(2))
@@ -67,8 +69,15 @@ def test_tick_reports_the_begun_step_of_its_generation_only() -> None:
     assert progress.begun_step == 5
 
 
+def test_rank_ticks_when_it_enters_a_generation() -> None:
+    sent: list[ToAgent] = []
+    spec = generation(1)
+    listener(MembershipState.JOINING, sent).enter(spec, spec.roster[0])
+    assert [(type(tick), tick.generation) for tick in sent] == [(RankHeartbeat, 1)]  # type: ignore[union-attr]
+
+
 def test_ticks_are_rare_only_while_steps_end_on_full_cores() -> None:
-    rank = attendant(MembershipState.MEMBER)
+    rank = listener(MembershipState.MEMBER)
     rank.enter(generation(1), generation(1).roster[0])
 
     def is_rare_after(step: int, *, full: bool) -> bool:

@@ -147,6 +147,7 @@ def test_floor_counts_from_the_beginning_of_standing_still() -> None:
     [
         (200.0, JobFailures(), {}, 200.0),
         (2.0, JobFailures(), {"hang_threshold_s": 2.0}, 2.0),
+        (0.0, JobFailures(), {"hang_threshold_s": 30.0}, 30.0),  # reported by its agent
         (1.0, JobFailures(longest_pause_s=100.0), {}, 200.0),
         (1.0, JobFailures(hang_kills={"train.py:16": 1}), {}, 120.0),
     ],
