@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from time import thread_time
 from typing import Any, Protocol
 
 import torch
@@ -531,7 +532,8 @@ class Run:
             snapshot_every: With 5 slots, steps from one snapshot to the next, whatever they cost. With n, a loss may
                 repeat up to n - 1 finished steps. Default: 1 where that fits into ``snapshot_budget``, else up to 8.
             snapshot_budget: Share of training's time that snapshots may take before they become less frequent than
-                every step; measured in the run. Without effect beside ``snapshot_every``, and with 2 slots.
+                every step; measured in the run. Where ranks wait for cores, the hooks' other work counts too. Without
+                effect beside ``snapshot_every``, and with 2 slots.
             require_checkpoints: Raise OutOfSlotMemory if a node has no memory for checkpoints, instead of training
                 without. The error comes from ``track`` or, if an optimizer has no state yet, before the second step
                 changes anything.
@@ -644,9 +646,11 @@ class Run:
         self._session.report_mismatch(mismatch)
 
     def _before_tracked_update(self) -> None:
+        began_s = thread_time()
         if self._audits is not None:  # first: they run while the last snapshot is copied
             self._audits.before_update(self._finished_step + 1)
         self._session.before_update()
+        self._session.record_hooks(thread_time() - began_s)
 
     def steps(self, until: int, *, seed: int = 0) -> Iterator[int]:
         """Yield the steps still to do, up to and including ``until``.
@@ -682,12 +686,13 @@ class Run:
     def seed_step(self, step: int, *, seed: int = 0) -> None:
         """Seed the random streams of ``step`` as ``steps`` does, for a custom loop; random state is not restored
         otherwise."""
-        self._seed = seed
+        began_s, self._seed = thread_time(), seed
         if step == self._finished_step + 1:  # an evaluation may ask for the streams of other steps
             self._session.on_step_begun(step)
             if self._audits is not None:
                 self._audits.begin_step(step)
         seed_step(seed, step, *self._parallelism.rng_stream())
+        self._session.record_hooks(thread_time() - began_s)
 
     def step_finished(self) -> None:
         """Mark the next step as finished, in a custom loop that calls ``seed_step`` where a step begins.
@@ -702,6 +707,7 @@ class Run:
         Raises:
             RuntimeError: The step made no gradients: a loop over ``parts`` was left early, or exact mode had no loop.
         """
+        began_s = thread_time()
         self._session.raise_if_interrupted()
         self._parallelism.step_finished()
         if self._guard is not None:
@@ -715,6 +721,7 @@ class Run:
             self._session.on_step_finished(self._finished_step)
         finally:  # the step is finished, even if a regroup ends the generation now
             self._pass_on_regroup()
+        self._session.record_hooks(thread_time() - began_s)
         if not self._has_tracked and self._tier is None:
             self._has_tracked = True  # warn once
             if self.rank == 0:

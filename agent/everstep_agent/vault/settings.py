@@ -62,7 +62,7 @@ class VaultSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     memory_limit: Annotated[int, Meta(gt=0)] | None = None
     die_with_parent: bool = False
     linger_s: Positive | None = None
-    scrub_interval_s: Annotated[float, Meta(ge=0)] = 1.0
+    scrub_interval_s: Annotated[float, Meta(ge=0)] = 10.0
     scrub_bytes_per_s: Positive = 200e6
     streams: Annotated[int, Meta(ge=1, le=16)] = 2
     bytes_per_stream: int = 32 << 20

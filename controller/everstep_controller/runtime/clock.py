@@ -64,12 +64,12 @@ class SteadyTime:
 # ---- event loop lag
 # A controller whose own event loop lags must not declare nodes late.
 
-INTERVAL_S = 0.1
-WINDOW_SAMPLES = 10
+INTERVAL_S = 0.25
+WINDOW_SAMPLES = 4
 
 
 class LagMeter:
-    """Samples the event loop's lateness ten times per second, over the last second."""
+    """Samples the event loop's lateness four times per second, over the last second."""
 
     def __init__(self) -> None:
         self._samples: deque[float] = deque(maxlen=WINDOW_SAMPLES)

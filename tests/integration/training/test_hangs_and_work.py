@@ -82,7 +82,7 @@ def test_declared_section_outlasts_the_threshold(short_path: Path) -> None:
     [
         ("LOCK.acquire(), LOCK.acquire()", r"rank 1 stands still at train.py:\d+ for \d+ s; rank 0 waits"),
         ("exec('while True: pass')", "rank 1 runs a loop in which nothing changes"),
-        ("__import__('ctypes').PyDLL(None).pause()", "rank 1 stands still for 3 s; rank 0 waits"),
+        ("__import__('ctypes').PyDLL(None).pause()", r"rank 1 stands still for \d+ s; rank 0 waits"),
         (
             "os.kill(os.getpid(), signal.SIGSTOP)",
             r"rank 1 on \S+ has sent no heartbeat for .* \(its process is",

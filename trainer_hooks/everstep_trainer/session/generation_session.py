@@ -80,6 +80,9 @@ class TrainingSession:
     def before_update(self) -> None:
         """Wait until an optimizer may change tracked state. May raise Regroup."""
 
+    def record_hooks(self, cpu_s: float) -> None:
+        """Record CPU seconds that the hooks took of the running step."""
+
     def plan_steps(self, until: int) -> None:
         """Record the last step that the training function asks for."""
 
@@ -271,6 +274,10 @@ class GenerationSession(TrainingSession):
             with self.interrupter.atomic():  # shares a condition with the copier's thread
                 self._snapshotter.wait()
         self._raise_if_over()
+
+    def record_hooks(self, cpu_s: float) -> None:
+        if self._snapshotter is not None:
+            self._snapshotter.record_hooks(cpu_s)
 
     def plan_steps(self, until: int) -> None:
         self.progress.plan(until)

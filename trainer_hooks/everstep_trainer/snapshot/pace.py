@@ -1,8 +1,9 @@
-"""Choose the number of steps between snapshots, so that they take only a small share of training's time.
+"""Choose the number of steps between snapshots, so that the hooks take only a small share of training's time.
 
 Each rank measures what a snapshot costs and how long a step is. Where cores are idle, a snapshot costs the time for
 which it blocks training (StepStopwatch). Where training waits for cores (CoreContention), it costs the CPU time of both
-threads instead: every millisecond that a copy computes is taken from some rank, and a wait for a core is not lost.
+threads instead: every millisecond that a copy computes is taken from some rank, and a wait for a core is not lost. The
+CPU time that the hooks take in each step, with or without a snapshot, counts there too: snapshots get what it leaves.
 
 All ranks take the pace of the slowest from the same step on, without a collective: steps are counted in windows of
 PACE_WINDOW. In a window's first quarter each rank publishes the pace that it needed in the window before. In the second
@@ -175,7 +176,10 @@ class CoreContention:
 log = logging.getLogger(__name__)
 
 DEFAULT_BUDGET = 0.02
-"""Share of training's time that snapshots may take before they become less frequent."""
+"""Share of training's time that snapshots may take before they become less frequent; on full cores, that snapshots and
+all other work of the hooks may take."""
+LEAST_SHARE = 0.001
+"""Share that snapshots get where the hooks' other work takes the whole budget."""
 MAX_BLOCKED_SHARE = 0.1
 """Largest share of training's time that snapshots may block even where cores are full. There a block is mostly a wait
 for a core that others use, which the budget does not count; but it may also be a wait for a network."""
@@ -223,6 +227,8 @@ class SnapshotPace:
         self._paces = [(0, 1)]  # (first window, interval): the last two decisions
         self._wanted_intervals: dict[int, int] = {}
         self._steps: list[StepTimes] = []
+        self._hooks_s = 0.0  # CPU time in the running step
+        self._beside_s: list[float] = []  # CPU time of the hooks in each step beside snapshots
         self._copies: list[float] = []
         self._window = 0
         self._done: set[tuple[str, int]] = set()
@@ -254,6 +260,7 @@ class SnapshotPace:
         """Return what the steps of the last window call for, and forget them; None if none had a snapshot."""
         steps, self._steps = self._steps, []
         copies, self._copies = self._copies, []
+        beside, self._beside_s = self._beside_s, []
         self.are_cores_full = self._contention is not None and self._contention.is_crowded()
         stored = [each for each in steps if each.blocked_s is not None]
         if not stored:
@@ -262,7 +269,9 @@ class SnapshotPace:
         if not self.are_cores_full or self._contention is None:
             return target_interval(blocked_s, step_s, current, self._budget)
         cpu_s = median(each.cpu_s for each in stored) + (median(copies) if copies else 0.0)
-        wanted = target_interval(cpu_s * self._contention.ranks_per_core, step_s, current, self._budget)
+        taken = median(beside) * self._contention.ranks_per_core / max(step_s, MIN_STEP_S)
+        share = max(LEAST_SHARE, self._budget - taken)
+        wanted = target_interval(cpu_s * self._contention.ranks_per_core, step_s, current, share)
         if blocked_s >= MIN_BLOCKED_S:
             wanted = max(wanted, target_interval(blocked_s, step_s, current, max(MAX_BLOCKED_SHARE, self._budget)))
         return wanted
@@ -270,6 +279,12 @@ class SnapshotPace:
     def record_step(self, times: StepTimes) -> None:
         """Record a finished step."""
         self._steps.append(times)
+        hooks_s, self._hooks_s = self._hooks_s, 0.0
+        self._beside_s.append(max(0.0, hooks_s - times.cpu_s))
+
+    def record_hooks(self, cpu_s: float) -> None:
+        """Record CPU time of the hooks in the running step, that of snapshots on this thread included."""
+        self._hooks_s += cpu_s
 
     # --- for the copier thread
 

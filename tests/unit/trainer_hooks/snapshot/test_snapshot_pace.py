@@ -158,14 +158,18 @@ def test_another_threads_wait_is_not_compared(kernel: Kernel) -> None:
     assert made[0].is_crowded()
 
 
-def stored_steps(kernel: Kernel, waited: float, ranks: int, cpu_s: float, blocked_s: float) -> int:
+def stored_steps(
+    kernel: Kernel, waited: float, ranks: int, cpu_s: float, blocked_s: float, hooks_s: float = 0.0
+) -> int:
     """Return the steps between snapshots after some windows of steps of a second, on two cores, within 2 %."""
     contention = CoreContention(ranks, kernel.clock, cores=2, statistics=kernel.path)
     pace = SnapshotPace(HashStore(), 0, None, 0.02, contention)
     for step in range(1, 5 * PACE_WINDOW):
         kernel.pass_time(1.0, waited)
         pace.end_step(step)
+        pace.record_hooks(hooks_s)
         if pace.is_due(step):
+            pace.record_hooks(cpu_s / 4)
             pace.record_step(StepTimes(1.0, blocked_s, cpu_s / 4))
             pace.record_copy(cpu_s * 3 / 4)
             pace.agree(step)
@@ -189,6 +193,15 @@ def test_snapshots_cost_time_or_cpu(
     waited: float, ranks: int, cpu_s: float, blocked_s: float, every: int, kernel: Kernel
 ) -> None:
     assert stored_steps(kernel, waited, ranks, cpu_s, blocked_s) == every
+
+
+@pytest.mark.parametrize(
+    ("waited", "hooks_s", "every"), [(0.0, 0.005, 1), (0.3, 0.0, 3), (0.3, 0.005, 4), (0.3, 0.1, 8)]
+)
+def test_snapshots_get_what_other_hooks_leave_of_full_cores(
+    waited: float, hooks_s: float, every: int, kernel: Kernel
+) -> None:
+    assert stored_steps(kernel, waited, 2, 0.05, 0.001, hooks_s) == every
 
 
 # ---- agreement
