@@ -285,6 +285,8 @@ CONNECTION_CLOSED_POLL_S = 0.01
 CUT_OFF_S = 1.0
 """Maximum seconds to wait for aborted connections to end; usually one turn of the event loop."""
 TRIM_EVERY_S = 10
+TICKS_PER_S = 10
+"""uvicorn's count of ticks per second; it does something once in so many."""
 _KEEPALIVE = ((socket.TCP_KEEPIDLE, 60), (socket.TCP_KEEPINTVL, 15), (socket.TCP_KEEPCNT, 4))
 """A node that loses power closes no connection: after two minutes without a sign the kernel does."""
 
@@ -327,16 +329,26 @@ class ControllerServer(uvicorn.Server):
         super().__init__(config)
         self._release = close_connections
         self._grace_s = grace_s
+        self._stop_requested = asyncio.Event()
         self._malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 
     def request_stop(self) -> None:
-        """Ask for an orderly end."""
+        """Ask for an orderly end; from the event loop's thread."""
         self._release()
         self.should_exit = True
+        self._stop_requested.set()
+
+    async def main_loop(self) -> None:
+        """Tick once per second until a stop is requested. uvicorn's own loop wakes up ten times per second."""
+        counter = 0
+        while not await self.on_tick(counter):
+            counter = (counter + TICKS_PER_S) % (86400 * TICKS_PER_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stop_requested.wait(), 1.0)
 
     async def on_tick(self, counter: int) -> bool:
-        """Return unused malloc memory to the system now and then, some 20 MiB; called ten times per second."""
-        if counter % (10 * TRIM_EVERY_S) == 0 and self._malloc_trim is not None:
+        """Return unused malloc memory to the system now and then, some 20 MiB."""
+        if counter % (TICKS_PER_S * TRIM_EVERY_S) == 0 and self._malloc_trim is not None:
             self._malloc_trim(0)
         return await super().on_tick(counter)
 

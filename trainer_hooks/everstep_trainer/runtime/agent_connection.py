@@ -184,12 +184,18 @@ class AgentConnection:
         interval_s = self._welcome.rank_heartbeat_interval_s if self._welcome is not None else DEFAULT_TICK_S
         return RARE_TICKS * interval_s if self.listener.may_tick_rarely() else interval_s
 
+    def _next_tick_at(self) -> float:
+        """Return when to tick next: at the same moments on all ranks of a node, as they share its clock. Then a step of
+        all ranks is disturbed once, and the agent wakes up once for all of them."""
+        interval_s = self._interval_s()
+        return (self.clock.monotonic() // interval_s + 1) * interval_s
+
     def _serve(self, connection: socket.socket) -> None:
         decoder: FrameDecoder[FromAgent] = FrameDecoder(FromAgent, MAX_FRAME_BYTES)
         with selectors.DefaultSelector() as selector:
             selector.register(connection, selectors.EVENT_READ)
             selector.register(self._wake_read, selectors.EVENT_READ)
-            due = self.clock.monotonic() + self._interval_s()
+            due = self._next_tick_at()
             while not self._closing.is_set():
                 with self._lock:
                     wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._outbox else 0)
@@ -201,7 +207,7 @@ class AgentConnection:
                     return
                 if self.clock.monotonic() >= due or self.listener.is_aborting():
                     self._tick()
-                    due = self.clock.monotonic() + self._interval_s()
+                    due = self._next_tick_at()
 
     def _exchange(self, connection: socket.socket, decoder: FrameDecoder[FromAgent], events: int) -> bool:
         """Send and receive what is ready; return False at the end of the connection."""
