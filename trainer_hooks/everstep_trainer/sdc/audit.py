@@ -52,6 +52,11 @@ class AuditSetup(msgspec.Struct, frozen=True, kw_only=True):
     keep_wrong_product: Callable[[WrongProduct], None] = lambda product: None
     """Called with a matrix product of this rank that is wrong: its node tries it again before it serves again."""
 
+    @property
+    def ranks_on_node(self) -> int:
+        """Number of ranks on this rank's node; all of them if the nodes are unknown."""
+        return self.nodes.count(self.nodes[self.rank]) if self.nodes else self.world_size
+
     def on_same_node(self, rank: int, other: int) -> bool:
         """Return whether both ranks are known to be on one node."""
         return bool(self.nodes) and self.nodes[rank] == self.nodes[other]

@@ -15,7 +15,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from everstep.system_clock import SYSTEM_CLOCK
 from everstep.vocabulary import AuditKind
+from everstep_trainer.base.core_contention import CoreContention
 from everstep_trainer.sdc.audit import Audit, AuditSetup
 from everstep_trainer.sdc.cost_meter import StepReading
 from everstep_trainer.sdc.coverage import Coverage
@@ -54,7 +56,9 @@ class AuditChain:
     ) -> None:
         self._coverage = coverage
         self._audits, self._setup, self._on_clean = list(audits), setup, on_clean
-        self._schedule = AuditSchedule({audit.kind: options[audit.kind] for audit in self._audits}, first_step)
+        contention = None if setup.device.type == "cuda" else CoreContention(setup.ranks_on_node, SYSTEM_CLOCK)
+        chosen = {audit.kind: options[audit.kind] for audit in self._audits}
+        self._schedule = AuditSchedule(chosen, first_step, contention)
         self._rotations = {
             audit.kind: _Rotation(audit, first_step - 1, rotations) for audit in self._audits if audit.rounds
         }

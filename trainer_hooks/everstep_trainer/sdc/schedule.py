@@ -6,6 +6,8 @@ measured, and all derive the same intervals from it. Between two agreements the 
 Work and waits are measured apart. A step is as slow as its slowest rank, so an audit's work is that of the rank on
 which it takes longest. A wait in an audit's collective is mostly no cost: the rank would wait for the same slower one
 in training's next collective. What the rank that came last has waited is the cost of the collective itself.
+
+Where ranks wait for cores, an audit takes its time from every rank of its core: the step counts as so much shorter.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean, median
 
 from everstep.vocabulary import AuditKind
+from everstep_trainer.base.core_contention import CoreContention
 from everstep_trainer.sdc.cost_meter import StepCost
 from everstep_trainer.sdc.presets import MAX_INTERVAL, AuditOptions
 
@@ -77,10 +80,16 @@ class AuditSchedule:
     Args:
         options: Of each audit.
         first_update: The number of the first update.
+        contention: Of the node's ranks; None where audits take no cores, as on a GPU.
     """
 
-    def __init__(self, options: Mapping[AuditKind, AuditOptions], first_update: int) -> None:
-        self._first_update = first_update
+    def __init__(
+        self,
+        options: Mapping[AuditKind, AuditOptions],
+        first_update: int,
+        contention: CoreContention | None = None,
+    ) -> None:
+        self._first_update, self._contention = first_update, contention
         self._costs = {kind: _AuditCost(option) for kind, option in options.items()}
         for number, cost in enumerate(self._costs.values()):
             # Not the first update, whose end is the end of a recovery, and not all audits at the same one.
@@ -127,6 +136,8 @@ class AuditSchedule:
         The time of a step is negated: the smallest one counts, as steps end together on all ranks and differ by noise.
         """
         step_s = median(self._steps_s) if self._steps_s else 0.0
+        if self._contention is not None and self._contention.is_crowded():
+            step_s /= self._contention.ranks_per_core
         return [-step_s, *(measure for cost in self._costs.values() for measure in cost.measures())]
 
     def adopt(self, largest: Sequence[float], update: int) -> list[int]:

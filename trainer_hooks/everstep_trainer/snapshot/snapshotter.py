@@ -29,6 +29,7 @@ from everstep.layout.segment_header import FinishedStep
 from everstep.layout.slot_header import SlotHeader
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.training import FindingRaised, GenerationSpec, Member, VersionSealed
+from everstep_trainer.base.core_contention import CoreContention
 from everstep_trainer.base.interrupt import WAIT_SLICE_S
 from everstep_trainer.sdc.audit import Mismatch
 from everstep_trainer.sdc.copy_audit import CopyAudit
@@ -38,7 +39,7 @@ from everstep_trainer.slots.vault_client import VaultClient
 from everstep_trainer.snapshot.job import FilledSlot, MutationGuard, OneShotSignal, SnapshotJob, SnapshotPhase
 from everstep_trainer.snapshot.live_rescue import RESCUE_WAIT_S, LiveRescue, StoringLocks, is_stored, store_live
 from everstep_trainer.snapshot.moments import MomentComparison, moment_digests
-from everstep_trainer.snapshot.pace import CoreContention, SnapshotPace, StepStopwatch
+from everstep_trainer.snapshot.pace import SnapshotPace, StepStopwatch
 from everstep_trainer.snapshot.planner import ActivePlan, PlanManager, SnapshotPlanner, TensorScan
 from everstep_trainer.snapshot.reports import SealReporter
 from everstep_trainer.snapshot.retention import VersionRetention

@@ -16,7 +16,8 @@ import torch
 
 from everstep.native import MIN_BYTES, copy_hash
 
-MAX_SPOTS = 512  # places in all tensors together; never fewer than two in a tensor
+MAX_SPOTS = 64
+"""Places in all tensors together; never fewer than two in a tensor. Each is a miss of the cache in every step."""
 SPOT_BYTES = 64
 
 

@@ -30,8 +30,8 @@ MIN_SCATTERED = 3
 UNKNOWN_CANDIDATE = -1
 """A candidate step that no version has."""
 SNAPSHOTS_PER_COMMIT = 2
-"""Snapshots from one commit to the next where ranks do not store each step, because their cores are full. A commit costs
-agent and controller some 5 ms of CPU. A restore takes a newer version than the committed one if all of it is there."""
+"""Snapshots from one commit to the next where ranks do not store each step, because their cores are full. A commit
+costs agent and controller some 5 ms of CPU. A restore takes a newer version if all of it is there."""
 
 
 class KindPair(msgspec.Struct, frozen=True):

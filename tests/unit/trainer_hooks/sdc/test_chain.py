@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 
+from everstep.clock import ManualClock
 from everstep.vocabulary import AuditKind
+from everstep_trainer.base.core_contention import CoreContention
 from everstep_trainer.sdc.audit import Audit, AuditSetup
 from everstep_trainer.sdc.chain import AuditChain
 from everstep_trainer.sdc.cost_meter import StepCost
@@ -59,6 +62,14 @@ def measured(rank_costs: Sequence[StepCost], steps: int = 30) -> list[int]:
 @pytest.mark.parametrize(("due_s", "interval"), [(0.01, 1), (0.1, 10), (20.0, MAX_INTERVAL), (0.0, 1)])
 def test_interval_keeps_cost_within_share(due_s: float, interval: int) -> None:
     assert measured([StepCost(due_s, 0.0)]) == [interval]
+
+
+def test_audit_on_full_cores_costs_each_rank_of_its_core(tmp_path: Path) -> None:
+    contention = CoreContention(4, ManualClock(), cores=2, statistics=tmp_path / "missing")
+    schedule = AuditSchedule({AuditKind.STATE: AuditOptions(share=0.01)}, 1, contention)
+    for step in range(1, 30):
+        schedule.record_step(step, 1.1, {AuditKind.STATE: StepCost(0.1, 0.0)}, [AuditKind.STATE])
+    assert schedule.adopt(schedule.measures(), 30) == [20]
 
 
 def test_wait_of_each_audit_is_that_of_its_last_rank() -> None:

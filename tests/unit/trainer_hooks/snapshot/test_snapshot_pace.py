@@ -11,17 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import HashStore
 
-from everstep.clock import ManualClock
+from everstep_trainer.base.core_contention import CoreContention
 from everstep_trainer.snapshot.job import OneShotSignal
 from everstep_trainer.snapshot.pace import (
-    CROWDED_SHARE,
     MAX_INTERVAL,
     PACE_WINDOW,
-    CoreContention,
     SnapshotPace,
     StepTimes,
     target_interval,
 )
+from tests.support.ranks.core_waits import CoreWaits
 
 
 class Lockstep:
@@ -112,54 +111,13 @@ def test_a_later_pace_is_no_warning_again(caplog: pytest.LogCaptureFixture) -> N
 # ---- full cores
 
 
-class Kernel:
-    """The kernel's account of one thread in a file; ``clock`` is advanced by hand."""
-
-    def __init__(self, folder: Path) -> None:
-        self.clock, self.path = ManualClock(), folder / "schedstat"
-        self._waited_ns = 0
-        self.pass_time(0.0, 0.0)
-
-    def pass_time(self, seconds: float, share: float) -> None:
-        """Let time pass, of which the thread waits a share for a core."""
-        self.clock.advance(seconds)
-        self._waited_ns += int(1e9 * seconds * share)
-        self.path.write_text(f"1000000 {self._waited_ns} 17\n")
-
-
 @pytest.fixture
-def kernel(tmp_path: Path) -> Kernel:
-    return Kernel(tmp_path)
-
-
-def test_cores_are_full_while_the_thread_waits_for_them(kernel: Kernel) -> None:
-    contention = CoreContention(4, kernel.clock, cores=64, statistics=kernel.path)
-    for share in (0.0, CROWDED_SHARE / 2, 2 * CROWDED_SHARE, 0.5, 0.0):
-        kernel.pass_time(10.0, share)
-        assert contention.is_crowded() == (share > CROWDED_SHARE)
-
-
-@pytest.mark.parametrize(("ranks", "cores", "crowded"), [(4, 2, True), (1, 1, True), (4, 8, False), (1, 64, False)])
-def test_cores_are_counted_without_the_kernels_account(ranks: int, cores: int, crowded: bool, tmp_path: Path) -> None:
-    contention = CoreContention(ranks, ManualClock(), cores=cores, statistics=tmp_path / "missing")
-    assert contention.is_crowded() is crowded
-
-
-def test_another_threads_wait_is_not_compared(kernel: Kernel) -> None:
-    made: list[CoreContention] = []
-    maker = threading.Thread(
-        target=lambda: made.append(CoreContention(1, kernel.clock, cores=64, statistics=kernel.path))
-    )
-    maker.start()
-    maker.join()
-    kernel.pass_time(10.0, 0.5)
-    assert not made[0].is_crowded()
-    kernel.pass_time(10.0, 0.5)
-    assert made[0].is_crowded()
+def kernel(tmp_path: Path) -> CoreWaits:
+    return CoreWaits(tmp_path)
 
 
 def stored_steps(
-    kernel: Kernel, waited: float, ranks: int, cpu_s: float, blocked_s: float, hooks_s: float = 0.0
+    kernel: CoreWaits, waited: float, ranks: int, cpu_s: float, blocked_s: float, hooks_s: float = 0.0
 ) -> int:
     """Return the steps between snapshots after some windows of steps of a second, on two cores, within 2 %."""
     contention = CoreContention(ranks, kernel.clock, cores=2, statistics=kernel.path)
@@ -190,7 +148,7 @@ def stored_steps(
     ],
 )
 def test_snapshots_cost_time_or_cpu(
-    waited: float, ranks: int, cpu_s: float, blocked_s: float, every: int, kernel: Kernel
+    waited: float, ranks: int, cpu_s: float, blocked_s: float, every: int, kernel: CoreWaits
 ) -> None:
     assert stored_steps(kernel, waited, ranks, cpu_s, blocked_s) == every
 
@@ -199,7 +157,7 @@ def test_snapshots_cost_time_or_cpu(
     ("waited", "hooks_s", "every"), [(0.0, 0.005, 1), (0.3, 0.0, 3), (0.3, 0.005, 4), (0.3, 0.1, 8)]
 )
 def test_snapshots_get_what_other_hooks_leave_of_full_cores(
-    waited: float, hooks_s: float, every: int, kernel: Kernel
+    waited: float, hooks_s: float, every: int, kernel: CoreWaits
 ) -> None:
     assert stored_steps(kernel, waited, 2, 0.05, 0.001, hooks_s) == every
 
