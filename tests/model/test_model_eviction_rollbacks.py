@@ -130,9 +130,13 @@ class EvictionRollbacks(RuleBasedStateMachine):
     def no_node_is_out_for_an_outbreak_alone(self) -> None:
         for finding in ILLS:
             name = f"{finding.kind}/{finding.xid}"
-            lately = [at for at in self.fleet.state.sightings.get(name, {}).values() if at >= self.fleet.now - WINDOW_S]
-            of_all = self.fleet.state.sightings[name] if 2 * len(lately) > len(NODES) else {}
-            for other in (*of_all, *self.fleet.state.outbreaks.get(name, {})):
+            lately = [
+                at
+                for at in self.fleet.state.shared_findings.sightings.get(name, {}).values()
+                if at >= self.fleet.now - WINDOW_S
+            ]
+            of_all = self.fleet.state.shared_findings.sightings[name] if 2 * len(lately) > len(NODES) else {}
+            for other in (*of_all, *self.fleet.state.shared_findings.outbreaks.get(name, {})):
                 offences = [offence.at for offence in self.of(other)]
                 if offences and self.fleet.now - offences[-1] < WINDOW_S:
                     record = self.fleet.state.nodes[other]

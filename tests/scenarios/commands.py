@@ -117,15 +117,15 @@ def _solos(fleet: CoreFleet, words: Words, _options: Options) -> None:
 
 def _probe(fleet: CoreFleet, words: Words, _options: Options) -> None:
     """``probe n1 ok|failed|wrong because``: one side's answer to the newest probe that it takes part in."""
-    name = next(name for name, probe in reversed(fleet.state.probes.items()) if words[0] in probe.nodes)
+    name = next(name for name, probe in reversed(fleet.state.diagnostics.probes.items()) if words[0] in probe.nodes)
     fleet.report(words[0], _result(name, words))
 
 
 def _answer(fleet: CoreFleet, words: Words, _options: Options) -> None:
     """``answer n1 ok|failed|wrong|unable because``: all sides of the probe that tries n1 report it."""
-    name, probe = next((n, p) for n, p in fleet.state.probes.items() if p.tested_node == words[0])
+    name, probe = next((n, p) for n, p in fleet.state.diagnostics.probes.items() if p.tested_node == words[0])
     for node in probe.nodes:
-        if name in fleet.state.probes:
+        if name in fleet.state.diagnostics.probes:
             fleet.report(node, _result(name, words))
 
 
@@ -284,7 +284,7 @@ def _remembered(fleet: CoreFleet, words: Words, _options: Options) -> Words:
     return [
         f"{len(record.health.agent_findings)} findings, {len(record.history.counted_reports)} counts of reports, "
         f"{len(record.history.entries)} notes, "
-        f"{len(live.finding_bursts)} bursts, {len(fleet.state.sightings)} sightings in the fleet; "
+        f"{len(live.finding_bursts)} bursts, {len(fleet.state.shared_findings.sightings)} sightings in the fleet; "
         f"its record is less than {stored} kB"
     ]
 

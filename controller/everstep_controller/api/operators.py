@@ -109,7 +109,7 @@ class CredentialRoutes:
         """Run a change in the loop. Raises Unavailable during a database outage, when it could not be made durable."""
 
         def stimulus(tx: Transaction, now: float) -> T:
-            if outage := tx.state.database_outage:
+            if outage := tx.state.database.outage:
                 raise Unavailable(f"credentials cannot be changed while the database is unavailable: {outage}")
             return change(tx, now)
 

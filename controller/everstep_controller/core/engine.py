@@ -131,7 +131,7 @@ def job_to_rejoin(state: FleetState, node: str, ranks: Iterable[training.RankPro
 
 def next_deadline(state: FleetState) -> float | None:
     """Return the time of the next Tick, or None if there is nothing to wait for. A time in the past means at once."""
-    return state.deadlines[0][0] if state.deadlines else None
+    return state.deadline_queue.heap[0][0] if state.deadline_queue.heap else None
 
 
 def _needs_transition(state: FleetState, record: NodeRecord, live: NodeRuntime) -> bool:
@@ -167,14 +167,15 @@ def _trace(event: events.Event) -> str:
 def _handle_tick(transition: Transition, event: events.Tick) -> None:
     state = transition.state
     lag_s = event.lag_s if event.lag_s >= MIN_LAG_S else 0.0
-    state.observer_lag_s = max(lag_s, state.observer_lag_s - max(0.0, transition.now - state.observer_lag_at))
-    state.observer_lag_at = transition.now
+    lag = state.observer_lag
+    lag.seconds = max(lag_s, lag.seconds - max(0.0, transition.now - lag.measured_at))
+    lag.measured_at = transition.now
     if lag_s > observer_stall_s(state.policy):
         state.observer.receiving_since = transition.now
-    transition.is_uneventful = state.observer_lag_s == 0.0
+    transition.is_uneventful = state.observer_lag.seconds == 0.0
     for recorded in transition.recorded_checks or ():
         _handle_deadline(transition, recorded.kind, recorded.subject)
-    most = len(state.deadlines)
+    most = len(state.deadline_queue.heap)
     while due := list(itertools.islice(iter(lambda: pop_due(state, transition.now), None), most)):
         most -= len(due)
         for kind, subject in sorted(due, key=lambda one: _DEADLINE_PRIORITY.get(one[0], len(_DEADLINE_PRIORITY))):
@@ -253,9 +254,9 @@ def _handle_nodes_seen(transition: Transition, event: events.NodeSeen) -> None:
 
 def _refuse_during_outage(state: FleetState) -> None:
     """Raise Unavailable for orders that only the database could keep."""
-    if state.database_outage:
+    if state.database.outage:
         raise Unavailable(
-            f"the database is unavailable ({state.database_outage}), so the order could not be recorded: repeat it "
+            f"the database is unavailable ({state.database.outage}), so the order could not be recorded: repeat it "
             "once the database is back"
         )
 
@@ -264,21 +265,21 @@ def _handle_database_change(transition: Transition, event: events.DatabaseAvaila
     """Handle the start or the end of an outage."""
     state = transition.state
     if event.is_unavailable:
-        begins, state.database_outage = not state.database_outage, event.reason or "it does not answer"
+        begins, state.database.outage = not state.database.outage, event.reason or "it does not answer"
         if begins:
-            state.database_outage_since = transition.now
+            state.database.outage_since = transition.now
             transition.log_event(
                 "database.unavailable",
-                f"the database is unavailable ({state.database_outage}): running jobs continue and regroup; until it "
+                f"the database is unavailable ({state.database.outage}): running jobs continue and regroup; until it "
                 "is back, no node is evicted, no version is committed, no job starts and no order is accepted",
             )
         for name in event.unsent_jobs:
             _reissue_generation(transition, name)
-    elif state.database_outage:
+    elif state.database.outage:
         transition.log_event(
-            "database.available", f"the database is available again (it was unavailable: {state.database_outage})"
+            "database.available", f"the database is available again (it was unavailable: {state.database.outage})"
         )
-        state.database_outage = ""
+        state.database.outage = ""
         for live in state.job_runtime.values():
             live.regroup.unannounced_generation = 0
         for job in state.jobs.values():

@@ -176,7 +176,7 @@ def begin_due_windows(transition: Transition) -> None:
     due = [window for window in fleet.maintenance_windows if 0.0 < window.starts_at <= transition.now]
     if not due:
         return
-    if transition.state.database_outage:
+    if transition.state.database.outage:
         transition.schedule(transition.now + RETRY_S, DeadlineKind.MAINTENANCE, FLEET)
         return
     begun = [msgspec.structs.replace(window, starts_at=0.0) for window in due if window.until > transition.now]

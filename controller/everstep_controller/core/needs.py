@@ -77,12 +77,12 @@ def service_faults(state: FleetState, record: NodeRecord, now: float) -> list[Ne
 
 
 def _fleet_needs(state: FleetState) -> Iterator[Need]:
-    if state.database_outage:
+    if state.database.outage:
         yield _need(
             NeedKind.DATABASE_OUTAGE,
             "fleet",
-            state.database_outage_since,
-            f"the database is unavailable: {state.database_outage}",
+            state.database.outage_since,
+            f"the database is unavailable: {state.database.outage}",
             "Running jobs regroup, and nothing else is decided. Repair the database.",
         )
     if state.fleet.breaker_reason:

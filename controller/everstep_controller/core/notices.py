@@ -30,7 +30,7 @@ def reconsider_notice(transition: Transition, node: str) -> None:
     sentence, before = _drain_sentence(transition, record), record.scheduling.notice_reason
     if not sentence and not before:
         return
-    if transition.state.database_outage:
+    if transition.state.database.outage:
         _retry_later(transition, node)
         return
     if sentence != before:

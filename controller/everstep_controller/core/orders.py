@@ -95,7 +95,7 @@ def check_probe_request(state: FleetState, request: ProbeRequested) -> None:
     for node in request.nodes:
         if node not in state.nodes:
             raise NotFound(f"no node {node}: `everstep nodes` lists them")
-        if node not in state.reachable_nodes:
+        if node not in state.liveness.reachable_nodes:
             raise Conflict(f"{node} is unreachable")
 
 

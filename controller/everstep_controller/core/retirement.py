@@ -35,7 +35,7 @@ def schedule_retention(transition: Transition, wait_s: float = CHECK_INTERVAL_S)
 def apply_retention(transition: Transition) -> None:
     """Forget whatever is older than the policy keeps. In a database outage this waits, because it would be lost."""
     jobs = nodes = 0
-    if not transition.state.database_outage:
+    if not transition.state.database.outage:
         _end_abandoned_jobs(transition)
         jobs, nodes = _forget_old_jobs(transition), _forget_old_nodes(transition)
     schedule_retention(transition, RETRY_S if MAX_PER_CHECK in (jobs, nodes) else CHECK_INTERVAL_S)
@@ -43,7 +43,7 @@ def apply_retention(transition: Transition) -> None:
 
 def reason_to_keep(state: FleetState, node: str) -> str:
     """Return why the node cannot be forgotten and what to do, or "" if nothing speaks against it."""
-    if node in state.reachable_nodes:
+    if node in state.liveness.reachable_nodes:
         return f"{node} still sends messages: stop its agent first, or it would register again at once"
     for job in state.jobs.values():
         if job.is_ended:
@@ -55,7 +55,10 @@ def reason_to_keep(state: FleetState, node: str) -> str:
             )
         if job.commits.counts_on(node):
             return f"{node} may hold a share of what {job.job} has committed: wait for its next commit, or stop the job"
-    busy = (*(probe.nodes for probe in state.probes.values()), *(case.suspects for case in state.blame_cases.values()))
+    busy = (
+        *(probe.nodes for probe in state.diagnostics.probes.values()),
+        *(case.suspects for case in state.diagnostics.blame_cases.values()),
+    )
     if any(node in those for those in busy):
         return f"a probe of {node} is running: wait until it has ended"
     return ""
@@ -101,9 +104,9 @@ def forget_node(transition: Transition, node: str, sentence: str) -> None:
     if any(window.node == node for window in state.fleet.maintenance_windows):
         state.fleet.maintenance_windows = [window for window in state.fleet.maintenance_windows if window.node != node]
         transition.mark_fleet_changed()
-    for seen in state.sightings.values():
+    for seen in state.shared_findings.sightings.values():
         seen.pop(node, None)
-    for waiting in state.outbreaks.values():
+    for waiting in state.shared_findings.outbreaks.values():
         waiting.pop(node, None)
     job_index.remove_node(state, node)
     del state.nodes[node], state.node_runtime[node]

@@ -41,12 +41,12 @@ def restore_state(
         state.node_runtime[record.node] = NodeRuntime()
         if record.liveness.reachable:
             if record.state is NodeState.SUSPECT:
-                state.silent_nodes.add(record.node)
+                state.liveness.silent_nodes.add(record.node)
             add_expected(state, record.node)
-            state.unseen_nodes.add(record.node)
+            state.rejoin_window.unseen_nodes.add(record.node)
         restore_deferral(state, record.node)
     lost = {node: record.liveness.loss_times[-1] for node, record in state.nodes.items() if record.liveness.loss_times}
-    state.recent_losses = dict(sorted(lost.items(), key=lambda one: one[1]))
+    state.liveness.recent_losses = dict(sorted(lost.items(), key=lambda one: one[1]))
     for job in jobs:
         state.jobs[job.job] = job
         state.job_runtime[job.job] = JobRuntime()
@@ -78,10 +78,10 @@ def handle_controller_started(transition: Transition, event: ControllerStarted) 
     state = transition.state
     state.epoch = event.epoch or state.epoch
     state.observer.receiving_since = state.observer.last_received_at = transition.now
-    state.rejoin_window_ends_at = transition.now + transition.policy.liveness.rejoin_window_s
-    state.rejoin_window_latest_at = transition.now + transition.policy.liveness.rejoin_window_max_s
-    if state.unseen_nodes:
-        transition.schedule(state.rejoin_window_ends_at, DeadlineKind.REJOIN_WINDOW, FLEET)
+    state.rejoin_window.ends_at = transition.now + transition.policy.liveness.rejoin_window_s
+    state.rejoin_window.latest_end = transition.now + transition.policy.liveness.rejoin_window_max_s
+    if state.rejoin_window.unseen_nodes:
+        transition.schedule(state.rejoin_window.ends_at, DeadlineKind.REJOIN_WINDOW, FLEET)
     restore_outbreaks(transition)
     schedule_deferral_checks(transition)
     update_correlated_silence(transition)

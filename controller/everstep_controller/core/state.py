@@ -551,6 +551,104 @@ class CorrelatedSilence(msgspec.Struct):
     """True once the silence is in the event log."""
 
 
+class StatePart(msgspec.Struct):
+    """Part of ``FleetState``. A journal stores its fields beside those of the other parts, by their encoded names."""
+
+
+class FleetLiveness(StatePart):
+    """Nodes that should report, and those that are silent."""
+
+    reachable_nodes: set[NodeId] = set()
+    """Nodes with ``liveness.reachable``; each has a queued silence deadline."""
+    silent_nodes: set[NodeId] = set()
+    """Reachable nodes beyond their first deadline, or with a closed connection. None of them is healthy."""
+    silence_counts: dict[str, SilenceCount] = {}
+    """Reachable and silent nodes of each group (rack, switch, driver version and so on)."""
+    silent_groups: set[str] = set()
+    """Groups in which too many nodes are silent at once; ``correlated_silence`` lasts while there is one."""
+    correlated_silence: CorrelatedSilence | None = None
+    correlated_silence_ended_at: float = 0.0
+    recent_losses: dict[NodeId, float] = {}
+    """Nodes with a loss of their own, and its time; after a restart only losses that still count."""
+
+
+class RejoinWindow(StatePart):
+    """The wait, after a start of this controller, for nodes that it has not heard yet."""
+
+    unseen_nodes: set[NodeId] = set()
+    """Reachable nodes from which this controller has received no message yet."""
+    ends_at: float = msgspec.field(name="rejoin_window_ends_at", default=0.0)
+    """Time until which unseen nodes are awaited; moves on while nodes come."""
+    latest_end: float = msgspec.field(name="rejoin_window_latest_at", default=0.0)
+    """Latest end of that wait."""
+
+
+class ObserverLag(StatePart):
+    """Lag of this controller behind the messages that it receives."""
+
+    seconds: float = msgspec.field(name="observer_lag_s", default=0.0)
+    """The latest measurement."""
+    measured_at: float = msgspec.field(name="observer_lag_at", default=0.0)
+
+
+class SharedFindings(StatePart):
+    """Findings that several nodes show. A signature is the kind of a finding, and the XID."""
+
+    sightings: dict[str, dict[NodeId, float]] = {}
+    """Recent sightings of each signature, by node."""
+    outbreaks: dict[str, dict[NodeId, bool]] = {}
+    """Nodes of each outbreak; true for nodes that still show the finding and wait for the end."""
+
+
+class DiagnosticsState(StatePart):
+    """Running probes, and the blame isolations that started them."""
+
+    probes: dict[str, Probe] = {}
+    """Running probes, by id."""
+    blame_cases: dict[str, BlameCase] = {}
+    """Running blame isolations, by id."""
+    no_partner_until: float = 0.0
+    """Time until which no node is known to be free as a probe partner."""
+
+
+class EvictionState(StatePart):
+    """Evictions that must wait."""
+
+    deferred: dict[str, dict[NodeId, None]] = msgspec.field(name="deferred_evictions", default_factory=dict)
+    """Nodes whose eviction is deferred, by the scope that defers it; no scope is empty. Each scope has a queued
+    deadline, except the fleet and the database, which end by events."""
+    node_shortages: dict[JobId, tuple[float, str]] = {}
+    """Jobs that can spare no node: the time until which this is taken as known, and the reason."""
+
+
+class DatabaseState(StatePart):
+    """Whether the database can be written."""
+
+    outage: str = msgspec.field(name="database_outage", default="")
+    """Reason why the database cannot be written now; empty while it can."""
+    outage_since: float = msgspec.field(name="database_outage_since", default=0.0)
+
+
+class DeadlineQueue(StatePart):
+    """Queued checks."""
+
+    heap: list[tuple[float, int, DeadlineKind, str]] = msgspec.field(name="deadlines", default_factory=list)
+    """Heap of (due, sequence, kind, subject). An entry is a hint to check, never a decision."""
+    entries: set[tuple[float, DeadlineKind, str]] = msgspec.field(name="queued_deadlines", default_factory=set)
+    """Entries of ``heap`` as (due, kind, subject), to avoid duplicates."""
+    sequence: int = msgspec.field(name="deadline_sequence", default=0)
+    """Number of the last queued deadline; orders deadlines with equal times."""
+
+
+class EventCounts(StatePart):
+    """Counts for the metrics."""
+
+    ignored: dict[str, int] = msgspec.field(name="ignored_counts", default_factory=dict)
+    """Number of dropped events, by reason."""
+    audits: dict[tuple[AuditKind, str], int] = msgspec.field(name="audit_counts", default_factory=dict)
+    """Number of judged audit cases, by kind of audit and outcome (``core.judgement.audits``)."""
+
+
 class FleetState(msgspec.Struct, kw_only=True):
     """Everything that the core knows."""
 
@@ -562,58 +660,17 @@ class FleetState(msgspec.Struct, kw_only=True):
     """Runtime state of exactly the nodes in ``nodes``."""
     job_runtime: dict[JobId, JobRuntime] = {}
     """Runtime state of exactly the jobs in ``jobs``."""
-    probes: dict[str, Probe] = {}
-    """Running probes, by id."""
-    blame_cases: dict[str, BlameCase] = {}
-    """Running blame isolations, by id."""
-    no_partner_until: float = 0.0
-    """Time until which no node is known to be free as a probe partner."""
-    recent_losses: dict[NodeId, float] = {}
-    """Nodes with a loss of their own, and its time; after a restart only losses that still count."""
-    sightings: dict[str, dict[NodeId, float]] = {}
-    """Recent sightings of each outbreak signature (kind of finding, and XID), by node."""
-    outbreaks: dict[str, dict[NodeId, bool]] = {}
-    """Nodes of each outbreak; true for nodes that still show the finding and wait for the end."""
-    deadlines: list[tuple[float, int, DeadlineKind, str]] = []
-    """Heap of (due, sequence, kind, subject). An entry is a hint to check, never a decision."""
-    queued_deadlines: set[tuple[float, DeadlineKind, str]] = set()
-    """Entries of ``deadlines`` as (due, kind, subject), to avoid duplicates."""
-    deadline_sequence: int = 0
-    """Number of the last queued deadline; orders deadlines with equal times."""
-    reachable_nodes: set[NodeId] = set()
-    """Nodes with ``liveness.reachable``; each has a queued silence deadline."""
-    silent_nodes: set[NodeId] = set()
-    """Reachable nodes beyond their first deadline, or with a closed connection. None of them is healthy."""
-    silence_counts: dict[str, SilenceCount] = {}
-    """Reachable and silent nodes of each group (rack, switch, driver version and so on)."""
-    silent_groups: set[str] = set()
-    """Groups in which too many nodes are silent at once; ``correlated_silence`` lasts while there is one."""
-    correlated_silence: CorrelatedSilence | None = None
-    correlated_silence_ended_at: float = 0.0
-    unseen_nodes: set[NodeId] = set()
-    """Reachable nodes from which this controller has received no message yet."""
-    rejoin_window_ends_at: float = 0.0
-    """Time until which unseen nodes are awaited; moves on while nodes come."""
-    rejoin_window_latest_at: float = 0.0
-    """Latest end of that wait."""
-    deferred_evictions: dict[str, dict[NodeId, None]] = {}
-    """Nodes whose eviction is deferred, by the scope that defers it; no scope is empty. Each scope has a queued
-    deadline, except the fleet and the database, which end by events."""
-    node_shortages: dict[JobId, tuple[float, str]] = {}
-    """Jobs that can spare no node: the time until which this is taken as known, and the reason."""
-    observer: ObserverState = msgspec.field(default_factory=ObserverState)
-    observer_lag_s: float = 0.0
-    """Lag of this controller in seconds, as of ``observer_lag_at``."""
-    observer_lag_at: float = 0.0
-    """Time of the latest measurement of the lag."""
-    epoch: int = 0
-    """Number of this controller's term over its database."""
-    database_outage: str = ""
-    """Reason why the database cannot be written now; empty while it can."""
-    database_outage_since: float = 0.0
     job_by_node: dict[NodeId, JobId] = {}
     """Running job whose roster, or outgoing roster, contains the node. No two running jobs share a node."""
-    ignored_counts: dict[str, int] = {}
-    """Number of dropped events, by reason."""
-    audit_counts: dict[tuple[AuditKind, str], int] = {}
-    """Number of judged audit cases, by kind of audit and outcome (``core.judgement.audits``)."""
+    epoch: int = 0
+    """Number of this controller's term over its database."""
+    database: DatabaseState = msgspec.field(default_factory=DatabaseState)
+    observer: ObserverState = msgspec.field(default_factory=ObserverState)
+    observer_lag: ObserverLag = msgspec.field(default_factory=ObserverLag)
+    liveness: FleetLiveness = msgspec.field(default_factory=FleetLiveness)
+    rejoin_window: RejoinWindow = msgspec.field(default_factory=RejoinWindow)
+    shared_findings: SharedFindings = msgspec.field(default_factory=SharedFindings)
+    evictions: EvictionState = msgspec.field(default_factory=EvictionState)
+    diagnostics: DiagnosticsState = msgspec.field(default_factory=DiagnosticsState)
+    deadline_queue: DeadlineQueue = msgspec.field(default_factory=DeadlineQueue)
+    counts: EventCounts = msgspec.field(default_factory=EventCounts)

@@ -383,7 +383,7 @@ class Transition:
 
     def count_ignored(self, reason: Ignored) -> None:
         """Count an event that a rule drops, without a log entry."""
-        self.state.ignored_counts[reason] = self.state.ignored_counts.get(reason, 0) + 1
+        self.state.counts.ignored[reason] = self.state.counts.ignored.get(reason, 0) + 1
 
     def schedule(self, due: float, kind: DeadlineKind, subject: str) -> None:
         """Queue a check of ``subject`` at ``due``."""
@@ -424,19 +424,19 @@ def _by_subject(reads: Iterable[RecordedRead]) -> dict[tuple[type, str], deque[A
 
 def push_deadline(state: FleetState, due: float, kind: DeadlineKind, subject: str) -> None:
     """Queue a check of ``subject`` at ``due``."""
-    if (due, kind, subject) in state.queued_deadlines:
+    if (due, kind, subject) in state.deadline_queue.entries:
         return
-    state.queued_deadlines.add((due, kind, subject))
-    state.deadline_sequence += 1
-    heapq.heappush(state.deadlines, (due, state.deadline_sequence, kind, subject))
+    state.deadline_queue.entries.add((due, kind, subject))
+    state.deadline_queue.sequence += 1
+    heapq.heappush(state.deadline_queue.heap, (due, state.deadline_queue.sequence, kind, subject))
 
 
 def pop_due(state: FleetState, now: float) -> tuple[DeadlineKind, str] | None:
     """Pop and return the next (kind, subject) that is due, or None."""
-    if not state.deadlines or state.deadlines[0][0] > now:
+    if not state.deadline_queue.heap or state.deadline_queue.heap[0][0] > now:
         return None
-    due, _, kind, subject = heapq.heappop(state.deadlines)
-    state.queued_deadlines.discard((due, kind, subject))
+    due, _, kind, subject = heapq.heappop(state.deadline_queue.heap)
+    state.deadline_queue.entries.discard((due, kind, subject))
     return kind, subject
 
 

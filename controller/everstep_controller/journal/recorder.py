@@ -20,18 +20,19 @@ from collections.abc import Collection, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import msgspec
 
 from everstep import __version__
 from everstep.errors import DECODE_ERRORS, ConfigurationError, MalformedMessage, Unavailable
 from everstep.host.private_files import make_private_directories
+from everstep.ids import JobId
 from everstep_controller.core import engine
 from everstep_controller.core.effects import Effect, describe, digest
 from everstep_controller.core.events import Event, ReportArrived
 from everstep_controller.core.records import JobRecord
-from everstep_controller.core.state import FleetState
+from everstep_controller.core.state import FleetState, StatePart
 from everstep_controller.core.transition import RecordedRead, Transition
 
 log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class SegmentStart(msgspec.Struct, frozen=True, kw_only=True):
 
     version: str
     at: float
-    state: msgspec.Raw  # ``FleetState`` before the first event, in MessagePack, with blank secrets
+    state: msgspec.Raw  # ``encode_state`` of the state before the first event
     is_continuation: bool = False  # this controller completed the segment before
 
 
@@ -128,7 +129,7 @@ class Journal:
             return
         self._end_segment()
         self._segment = _Segment(path, now)
-        whole = msgspec.Raw(_without_secrets(state))
+        whole = msgspec.Raw(encode_state(state))
         self._add(SegmentStart(version=__version__, at=now, state=whole, is_continuation=follows))
         self._beginning_bytes = len(self._waiting)
         self._thread.submit(_prune, self._directory, self._most_bytes, now - self._keep_s)
@@ -218,14 +219,36 @@ class _Segment:
             self._file.close()
 
 
-def _without_secrets(state: FleetState) -> bytes:
-    """Return the encoded state without secrets. Only jobs are searched: nodes have none and are far larger."""
-    body = _encoder.encode(state.jobs)
-    for job in state.jobs.values():
+def encode_state(state: FleetState) -> bytes:
+    """Return the state in MessagePack, without secrets."""
+    # All releases store the fields of the state's parts beside the others, so that each reads the others' journals.
+    stored: dict[str, Any] = {}
+    for name in state.__struct_fields__:
+        value = getattr(state, name)
+        if isinstance(value, StatePart):
+            stored.update((each.encode_name, getattr(value, each.name)) for each in msgspec.structs.fields(value))
+        else:
+            stored[name] = value
+    return _encoder.encode(stored | {"jobs": _without_secrets(state.jobs)})
+
+
+def decode_state(stored: bytes) -> FleetState:
+    """Return a state from ``encode_state``. Raises ``DECODE_ERRORS``."""
+    state = msgspec.msgpack.decode(stored, type=FleetState)
+    for name in state.__struct_fields__:
+        part = getattr(state, name)
+        if isinstance(part, StatePart):
+            setattr(state, name, msgspec.msgpack.decode(stored, type=type(part)))  # it skips the other parts' fields
+    return state
+
+
+def _without_secrets(jobs: dict[JobId, JobRecord]) -> dict[JobId, JobRecord]:
+    """Return the jobs with blank secrets. Nodes are far larger, and have none."""
+    body = _encoder.encode(jobs)
+    for job in jobs.values():
         if job.secret:
             body = body.replace(job.secret.encode(), _BLANK[: len(job.secret)].encode())
-    jobs = msgspec.msgpack.decode(body, type=dict[str, JobRecord])
-    return _encoder.encode(msgspec.structs.replace(state, jobs=jobs))
+    return msgspec.msgpack.decode(body, type=dict[JobId, JobRecord])
 
 
 def segments(directory: Path) -> list[Path]:

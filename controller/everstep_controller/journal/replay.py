@@ -23,7 +23,7 @@ from everstep_controller.core.effects import Effect, PutVerdict, describe, diges
 from everstep_controller.core.events import Event, HeartbeatChanged, OperatorCommand, ReportArrived
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.core.state import FleetState
-from everstep_controller.journal.recorder import JournalEntry, read_segment, segments
+from everstep_controller.journal.recorder import JournalEntry, decode_state, read_segment, segments
 from everstep_controller.policy.rulebook import with_rules
 
 HIDDEN_DIFFERENCE = (
@@ -73,7 +73,7 @@ def replay(segment: Path, policy: CorePolicy | None = None, before: FleetState |
         state = before
     else:
         try:
-            state = msgspec.msgpack.decode(beginning.state, type=FleetState)
+            state = decode_state(beginning.state)
         except DECODE_ERRORS as error:
             raise MalformedMessage(
                 f"{segment} was written by everstep {beginning.version}, and this release ({__version__}) cannot read "

@@ -568,7 +568,7 @@ def fleet_status(context: ViewContext, jobs: Iterable[op.JobSummary]) -> op.Flee
         breaker=state.fleet.breaker_reason,
         newest_event=context.newest_event(),
         breaker_at=state.fleet.breaker_since,
-        database_outage=state.database_outage,
+        database_outage=state.database.outage,
         outbreaks=outbreaks(state),
         needs=tuple(needs[:NEEDS_LISTED]),
         need_count=len(needs),

@@ -259,10 +259,12 @@ def _fleet(state: FleetState, outbox: fleet_views.DirectiveCounts, now: float) -
     yield _gauge("agents_connected", "Nodes with a session.", outbox.connected_count())
     yield _gauge("outbox_depth", "Directives not yet acknowledged.", outbox.total_pending())
     yield _gauge(
-        "nodes_missing_heartbeats", "Silent or disconnected nodes that are not lost yet.", len(state.silent_nodes)
+        "nodes_missing_heartbeats",
+        "Silent or disconnected nodes that are not lost yet.",
+        len(state.liveness.silent_nodes),
     )
     text = "1 while so many nodes are silent at once that none of them is declared lost."
-    yield _gauge("correlated_silence", text, state.correlated_silence is not None)
+    yield _gauge("correlated_silence", text, state.liveness.correlated_silence is not None)
     counts = fleet_views.node_counts(state, now)
     names = [*map(str, NodeState), fleet_views.IN_OUTBREAK, fleet_views.FAULTY]
     yield _gauge_by("nodes", "Nodes by state.", "state", {name: counts.get(name, 0) for name in names})
@@ -275,7 +277,7 @@ def _fleet(state: FleetState, outbox: fleet_views.DirectiveCounts, now: float) -
     yield _gauge_by("node_findings", "Active findings.", "severity", {s.value: found[s] for s in Severity})
     ignored = CounterMetricFamily(PREFIX + "reports_ignored", "Reports the core ignored.", labels=["reason"])
     for reason in get_args(Ignored):
-        ignored.add_metric([reason], state.ignored_counts.get(reason, 0))
+        ignored.add_metric([reason], state.counts.ignored.get(reason, 0))
     yield ignored
 
 
@@ -315,7 +317,7 @@ def _audits(state: FleetState, summaries: list[JobSummary]) -> Iterator[Metric]:
     )
     for audit in AuditKind:
         for outcome in (*OUTCOMES.values(), PROGRAM):
-            cases.add_metric([audit, outcome], state.audit_counts.get((audit, outcome), 0))
+            cases.add_metric([audit, outcome], state.counts.audits.get((audit, outcome), 0))
     yield cases
 
 

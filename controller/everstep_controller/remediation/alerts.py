@@ -248,7 +248,7 @@ class AlertNotifier:
         """Bring the stored alerts up to date, except during an outage. Raises Unavailable if another one leads."""
         begun = [alert for name, alert in self._notified.items() if self._stored.get(name) != alert.since]
         over = [name for name in self._stored if name not in self._notified]
-        if self.state.database_outage or not (begun or over):
+        if self.state.database.outage or not (begun or over):
             return
         rows = [AlertRow(fingerprint=alert.fingerprint, doc=msgspec.json.encode(alert).decode()) for alert in begun]
         try:

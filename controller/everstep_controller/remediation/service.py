@@ -65,7 +65,7 @@ class CordonObserver:
         """Observe once. Raises errors of the remediator or the loop."""
         nodes = list(self.state.nodes)
         before: dict[str, str] = {}  # ids of our finished cordons
-        if not self.state.database_outage:
+        if not self.state.database.outage:
             before = {node: self.state.nodes[node].scheduling.cordon_id for node in filter(self.is_idle, nodes)}
         shown = await asyncio.to_thread(call_guarded, self.remediator.cordon_status, nodes)
         for node in nodes:

@@ -149,7 +149,7 @@ class AgentService:
             self._check_offers(node, beat)
         findings = beat.findings
         is_routine = findings is not None and engine.can_defer_findings(self._state, node, findings, beat.ranks)
-        is_first = bool(self._state.unseen_nodes) and node in self._state.unseen_nodes
+        is_first = bool(self._state.rejoin_window.unseen_nodes) and node in self._state.rejoin_window.unseen_nodes
         if is_first and (is_routine or result is not engine.HeartbeatResult.NEEDS_EVENT):
             self.requests.add_first_heartbeat(node, beat.incarnation)
         if result is not engine.HeartbeatResult.NEEDS_EVENT:

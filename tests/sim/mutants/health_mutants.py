@@ -57,7 +57,7 @@ HEALTH_MUTANTS: tuple[Mutant, ...] = (
     ),
     Mutant(
         "evictions continue while the database is unavailable",
-        lambda: edited_function(eviction.find_deferral, "if state.database_outage:", "if False:"),
+        lambda: edited_function(eviction.find_deferral, "if state.database.outage:", "if False:"),
         seeds=(93,),
     ),
     Mutant(

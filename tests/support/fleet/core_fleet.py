@@ -98,7 +98,7 @@ class CoreFleet:
         result = apply_heartbeat(self.state, node, incarnation, self.now, ranks)
         if result is HeartbeatResult.NEEDS_EVENT:
             self.feed(HeartbeatChanged(node=node, incarnation=incarnation, ranks=ranks, trace=self.trace()))
-        elif node in self.state.unseen_nodes:
+        elif node in self.state.rejoin_window.unseen_nodes:
             self.mark_seen(node)
         return result
 
@@ -198,15 +198,17 @@ class CoreFleet:
 
     def probe_result(self, node: str, ok: bool = True, detail: str = "") -> list[Effect]:
         """Report the node's result of the newest probe in which it takes part."""
-        name = next(name for name, probe in reversed(self.state.probes.items()) if node in probe.nodes)
+        name = next(name for name, probe in reversed(self.state.diagnostics.probes.items()) if node in probe.nodes)
         return self.report(node, ProbeFinished(probe=name, ok=ok, detail=detail, rows=((8, 1e-4, 1e6),), started=True))
 
     def finish_probe(self, candidate: str, *, ok: bool) -> list[Effect]:
         """Report the newest probe of ``candidate`` from all sides, until it is decided."""
         before = len(self.effects)
-        name, probe = next((n, p) for n, p in reversed(self.state.probes.items()) if p.tested_node == candidate)
+        name, probe = next(
+            (n, p) for n, p in reversed(self.state.diagnostics.probes.items()) if p.tested_node == candidate
+        )
         for node in probe.nodes:
-            if name in self.state.probes:
+            if name in self.state.diagnostics.probes:
                 self.report(node, ProbeFinished(probe=name, ok=ok, started=True, detail="" if ok else "timed out"))
         return self.effects[before:]
 
@@ -429,7 +431,7 @@ class CoreFleet:
 
     def settle_audits(self) -> list[Effect]:
         """Let the time pass in which other ranks may report results of the same step."""
-        return self.advance(self.policy.audits.case_s + 0.1, *self.state.reachable_nodes)
+        return self.advance(self.policy.audits.case_s + 0.1, *self.state.liveness.reachable_nodes)
 
     def audited(self, step: int, *ranks: int, job: str = "job") -> list[Effect]:
         """Report that all work of ``ranks`` (default: all) since ``step`` was audited."""

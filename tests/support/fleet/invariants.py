@@ -19,11 +19,11 @@ def check(state: FleetState) -> None:
     """Raise AssertionError for the first invariant that does not hold."""
     assert state.nodes.keys() == state.node_runtime.keys(), "every node has its runtime record"
     assert state.jobs.keys() == state.job_runtime.keys(), "every job has its runtime record"
-    assert state.silent_nodes <= state.reachable_nodes, (
-        f"silent but not reachable: {state.silent_nodes - state.reachable_nodes}"
+    assert state.liveness.silent_nodes <= state.liveness.reachable_nodes, (
+        f"silent but not reachable: {state.liveness.silent_nodes - state.liveness.reachable_nodes}"
     )
-    assert state.unseen_nodes <= state.reachable_nodes, (
-        f"unseen but not reachable: {state.unseen_nodes - state.reachable_nodes}"
+    assert state.rejoin_window.unseen_nodes <= state.liveness.reachable_nodes, (
+        f"unseen but not reachable: {state.rejoin_window.unseen_nodes - state.liveness.reachable_nodes}"
     )
     _check_silence_counts(state)
     _check_deferrals(state)
@@ -39,20 +39,22 @@ def check(state: FleetState) -> None:
 def _check_silence_counts(state: FleetState) -> None:
     """Check the incremental counts against a fresh count."""
     counted: dict[str, SilenceCount] = {}
-    for node in state.reachable_nodes:
+    for node in state.liveness.reachable_nodes:
         for name in groups_of(state.nodes[node]):
             silence_count = counted.setdefault(name, SilenceCount())
             silence_count.expected += 1
-            silence_count.silent += node in state.silent_nodes
-    assert counted == state.silence_counts, "the counts of silent nodes are wrong"
-    assert (state.correlated_silence is not None) == bool(state.silent_groups), "silent groups without an episode"
+            silence_count.silent += node in state.liveness.silent_nodes
+    assert counted == state.liveness.silence_counts, "the counts of silent nodes are wrong"
+    assert (state.liveness.correlated_silence is not None) == bool(state.liveness.silent_groups), (
+        "silent groups without an episode"
+    )
 
 
 def _check_references(state: FleetState) -> None:
     """Check that no index refers to a forgotten node or job."""
-    for name, seen in state.sightings.items():
+    for name, seen in state.shared_findings.sightings.items():
         assert seen.keys() <= state.nodes.keys(), f"{name} was seen on a node that is forgotten"
-    for name, waiting in state.outbreaks.items():
+    for name, waiting in state.shared_findings.outbreaks.items():
         assert waiting.keys() <= state.nodes.keys(), f"a node that is forgotten waits for the end of {name}"
     for node, live in state.node_runtime.items():
         assert live.jobs.keys() <= state.jobs.keys(), f"{node} offers itself to a job that is forgotten"
@@ -62,7 +64,7 @@ def _check_references(state: FleetState) -> None:
 
 
 def _check_deferrals(state: FleetState) -> None:
-    for scope, nodes in state.deferred_evictions.items():
+    for scope, nodes in state.evictions.deferred.items():
         assert nodes, f"{scope} defers no eviction"
         for node in nodes:
             record = state.nodes[node]
@@ -70,18 +72,18 @@ def _check_deferrals(state: FleetState) -> None:
                 f"{node} is deferred by {scope} and {record.health.eviction_deferred_by}"
             )
     asked_again = {ScopeKind.FLEET.scope(), ScopeKind.DATABASE.scope()} | (
-        {of for _, kind, of in state.queued_deadlines if kind is DeadlineKind.DEFERRED_EVICTIONS}
-        if state.deferred_evictions
+        {of for _, kind, of in state.deadline_queue.entries if kind is DeadlineKind.DEFERRED_EVICTIONS}
+        if state.evictions.deferred
         else set()
     )
-    assert state.deferred_evictions.keys() <= asked_again, (
-        f"no deadline rechecks the evictions deferred by {state.deferred_evictions.keys() - asked_again}"
+    assert state.evictions.deferred.keys() <= asked_again, (
+        f"no deadline rechecks the evictions deferred by {state.evictions.deferred.keys() - asked_again}"
     )
 
 
 def _check_node(state: FleetState, record: NodeRecord) -> None:
     node = record.node
-    assert record.liveness.reachable == (node in state.reachable_nodes), f"{node}: reachable in one place only"
+    assert record.liveness.reachable == (node in state.liveness.reachable_nodes), f"{node}: reachable in one place only"
     assert record.sentence, f"{node}: every state has its sentence"
     if record.state in (NodeState.HEALTHY, NodeState.SUSPECT, NodeState.PROBATION):
         assert record.liveness.reachable, f"{node} is {record.state} and out of reach"
@@ -102,7 +104,7 @@ def _check_node(state: FleetState, record: NodeRecord) -> None:
         assert begun, f"{node} is on probation without diagnostics"
     if record.liveness.reachable:
         assert state.node_runtime[node].has_silence_deadline, f"{node}: no deadline for its silence"
-    if node in state.silent_nodes:
+    if node in state.liveness.silent_nodes:
         assert record.state is not NodeState.HEALTHY, f"{node} is silent and not suspected"
 
 
@@ -139,16 +141,16 @@ def _check_job(state: FleetState, job: JobRecord) -> None:
         )  # counted for other jobs too: the next Tick decides which job gets the node
         looked_at = (
             live.regroup.node_offered_at is not None
-            or (live.regroup.growth_due, DeadlineKind.JOB, job.job) in state.queued_deadlines
+            or (live.regroup.growth_due, DeadlineKind.JOB, job.job) in state.deadline_queue.entries
         )
         assert len(able) < job.min_seats or wanted or looked_at, f"{job.job} is paused although {able} could go on"
     if live.regroup.node_offered_at is not None:
-        assert (live.regroup.node_offered_at, DeadlineKind.JOB, job.job) in state.queued_deadlines, (
+        assert (live.regroup.node_offered_at, DeadlineKind.JOB, job.job) in state.deadline_queue.entries, (
             f"{job.job}: no deadline to look at the node that it was offered"
         )
     if live.regroup.pending is not None:
         assert job.is_running, f"{job.job}: waits for witnesses and does not run"
-        assert (live.regroup.pending.due, DeadlineKind.JOB, job.job) in state.queued_deadlines, (
+        assert (live.regroup.pending.due, DeadlineKind.JOB, job.job) in state.deadline_queue.entries, (
             f"{job.job}: waits for witnesses without a deadline"
         )
 
@@ -192,7 +194,7 @@ def _check_running(state: FleetState, job: JobRecord) -> None:
         assert node in job.membership.launchers, f"{job.job}: {node} is in the roster without a launcher"
     if job.progress.resumed_at is None and job.outgoing_generation is None:
         due = (state.job_runtime[job.job].resume.due, DeadlineKind.JOB, job.job)
-        assert due in state.queued_deadlines, (
+        assert due in state.deadline_queue.entries, (
             f"{job.job}: no deadline for generation {job.progress.last_number} to resume"
         )
 

@@ -199,7 +199,7 @@ def _settle_version(
     # past a boundary, ranks keep the earlier commit
     is_candidate = live.commits.candidate_step in (None, version.step) and job.outgoing_generation is None
     awaits_audits = bool(live.audits.cases) and job.spec.sdc_mode == "enforce"
-    may_commit = not (transition.state.database_outage or awaits_audits)
+    may_commit = not (transition.state.database.outage or awaits_audits)
     if is_candidate and ballot.safe_ranks == ballot.sealed_ranks and may_commit:
         _commit(transition, job, version, ballot, verified=verified)
     elif is_candidate and job.generation is not None:
@@ -325,7 +325,7 @@ def replace_late_candidate(transition: Transition, job: JobRecord) -> None:
     due, step = live.commits.candidate_due, live.commits.candidate_step
     if not due or transition.now < due or job.outgoing_generation is not None:
         return
-    if transition.state.database_outage or (step is not None and (transition.read_step_rate(job.job).step or 0) < step):
+    if transition.state.database.outage or (step is not None and (transition.read_step_rate(job.job).step or 0) < step):
         _schedule_check(transition, job, live, transition.policy.checkpoints.candidate_timeout_s)
     else:
         _announce_next(transition, job, live)
@@ -383,7 +383,7 @@ def _send_notice(transition: Transition, job: JobRecord, live: JobRuntime, runni
         pinned=job.pinned_versions(),
     )
     for node in running.seats:
-        if node in transition.state.reachable_nodes:
+        if node in transition.state.liveness.reachable_nodes:
             transition.send(node, notice)
 
 

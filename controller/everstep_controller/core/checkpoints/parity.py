@@ -253,7 +253,7 @@ def _send_parity_order(transition: Transition, job: JobRecord, protecting: Pendi
         return
     live = transition.state.job_runtime[job.job]
     for node, groups in groups_by_parity_node(protecting.protection).items():
-        if node not in live.vault_orders.made_parity and node in transition.state.reachable_nodes:
+        if node not in live.vault_orders.made_parity and node in transition.state.liveness.reachable_nodes:
             body = ProtectVersion(
                 job=job.job,
                 generation=job.generation.number,
@@ -269,7 +269,7 @@ def _send_parity_order(transition: Transition, job: JobRecord, protecting: Pendi
 def advance_protection(transition: Transition, job: JobRecord) -> None:
     """At a deadline, repeat the order to nodes that have not answered; give up if a node of it is lost."""
     protecting = job.parity.pending
-    if protecting is None or not job.is_running or transition.state.database_outage:
+    if protecting is None or not job.is_running or transition.state.database.outage:
         return
     reconsider_protection(transition, job)
     due = transition.state.job_runtime[job.job].vault_orders.parity_due
@@ -412,7 +412,7 @@ def still_holds_data(state: FleetState, node: str, since: float) -> bool:
     record = state.nodes.get(node)
     return (
         record is not None
-        and node in state.reachable_nodes
+        and node in state.liveness.reachable_nodes
         and not record.health.defective_gpus
         and not record.identity.booted_at > since > 0
         and all(finding.kind is not FindingKind.VAULT_LOST for finding in record.health.agent_findings.values())

@@ -40,7 +40,7 @@ def spill_newest(transition: Transition, job: JobRecord) -> None:
     """Order the newest committed version to be written, since the job is about to stop; it need not be due."""
     plan, commits = job.spec.spill, transition.state.job_runtime[job.job].commits
     version = commits.committed_version
-    if plan is None or version is None or job.spills.pending is not None or transition.state.database_outage:
+    if plan is None or version is None or job.spills.pending is not None or transition.state.database.outage:
         return
     if all(checkpoint.version < version for checkpoint in job.spills.stored if not checkpoint.maybe_corrupt):
         _order_spill(transition, job, plan, version, commits.committed_bytes)
@@ -90,7 +90,7 @@ def _send_spill_order(transition: Transition, job: JobRecord, spilling: PendingS
     )
     live = transition.state.job_runtime[job.job]
     for node in spilling.writers:
-        if node not in live.vault_orders.spilled_nodes and node in transition.state.reachable_nodes:
+        if node not in live.vault_orders.spilled_nodes and node in transition.state.liveness.reachable_nodes:
             transition.send(node, body)
     live.vault_orders.spill_due = transition.now + transition.policy.checkpoints.vault_order_retry_s
     transition.schedule_job(live.vault_orders.spill_due, job.job)
@@ -99,7 +99,7 @@ def _send_spill_order(transition: Transition, job: JobRecord, spilling: PendingS
 def advance_spill(transition: Transition, job: JobRecord) -> None:
     """At a deadline, repeat the order to nodes that have not answered; give up if a share is lost."""
     spilling = job.spills.pending
-    if spilling is None or job.is_ended or transition.state.database_outage:
+    if spilling is None or job.is_ended or transition.state.database.outage:
         return
     reconsider_spill(transition, job)
     due = transition.state.job_runtime[job.job].vault_orders.spill_due
@@ -132,7 +132,7 @@ def reconsider_spill(transition: Transition, job: JobRecord) -> None:
 
 
 def _holds_slots(state: FleetState, node: str) -> bool:
-    return node in state.reachable_nodes and not state.nodes[node].health.defective_gpus
+    return node in state.liveness.reachable_nodes and not state.nodes[node].health.defective_gpus
 
 
 def renew_spill_order(transition: Transition, job: JobRecord) -> None:

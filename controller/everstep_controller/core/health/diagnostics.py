@@ -56,7 +56,7 @@ def start_probe(
     transition.mark_fleet_changed()
     name = f"probe-{state.fleet.probe_count}"
     due = transition.now + transition.policy.probes.timeout_s
-    state.probes[name] = Probe(
+    state.diagnostics.probes[name] = Probe(
         nodes=nodes, tested_node=tested_node, due=due, trace=transition.trace, kind=kind, case_id=case_id
     )
     host = state.nodes[nodes[0]].identity.vault.rpartition(":")[0]
@@ -81,7 +81,7 @@ def start_probe(
 
 def record_probe_result(transition: Transition, node: str, report: ProbeFinished) -> ProbeOutcome | None:
     """Record a node's result, and return the outcome once certain: failures only when every node has reported."""
-    probe = transition.state.probes.get(report.probe)
+    probe = transition.state.diagnostics.probes.get(report.probe)
     if probe is None or node not in probe.nodes:
         transition.count_ignored("probe_finished.unknown")
         return None
@@ -100,7 +100,7 @@ def record_probe_result(transition: Transition, node: str, report: ProbeFinished
         probe.failed.setdefault(node, sentence)
     if not (unable or slow or report.wrong_result) and len(probe.passed | probe.failed.keys()) < len(probe.nodes):
         return None
-    del transition.state.probes[report.probe]
+    del transition.state.diagnostics.probes[report.probe]
     first = sentence if unable else next(iter(probe.failed.values()), "")
     return ProbeOutcome(
         probe_id=report.probe,
@@ -122,10 +122,10 @@ def _describe_slow_link(transition: Transition, probe: Probe, report: ProbeFinis
 
 def time_out_probe(transition: Transition, probe_id: str) -> ProbeOutcome | None:
     """At a probe's deadline, return the outcome that names the nodes without an answer; None if the probe has ended."""
-    probe = transition.state.probes.get(probe_id)
+    probe = transition.state.diagnostics.probes.get(probe_id)
     if probe is None or transition.now < probe.due:
         return None
-    del transition.state.probes[probe_id]
+    del transition.state.diagnostics.probes[probe_id]
     mute = ", ".join(node for node in probe.nodes if node not in probe.passed and node not in probe.failed)
     sentence = f"{probe_id}: no result from {mute} within {transition.policy.probes.timeout_s:g} s"
     transition.log_event("probe.overdue", sentence, node=probe.tested_node, trace=probe.trace)
@@ -142,7 +142,7 @@ def is_known_good(state: FleetState, record: NodeRecord) -> bool:
         return False
     if any(finding.severity is Severity.CRITICAL for finding in record.all_findings()):
         return False
-    return not any(record.node in case.suspects for case in state.blame_cases.values())
+    return not any(record.node in case.suspects for case in state.diagnostics.blame_cases.values())
 
 
 def find_partner(
@@ -150,9 +150,9 @@ def find_partner(
 ) -> tuple[str | None, bool]:
     """Return a good node, preferably idle and in another rack, and whether all candidates are busy in probes."""
     state = transition.state
-    if transition.now < state.no_partner_until:
+    if transition.now < state.diagnostics.no_partner_until:
         return None, True
-    taken = {member for probe in state.probes.values() for member in probe.nodes}
+    taken = {member for probe in state.diagnostics.probes.values() for member in probe.nodes}
     names = list(state.nodes)
     start = state.fleet.probe_count * MAX_PARTNERS_COMPARED % len(names) if len(names) > LARGE_FLEET_NODES else 0
     rack, busy, ideal, attempt = state.nodes[node].identity.domain.rack, False, 0, attempt % MAX_PARTNERS_COMPARED
@@ -170,7 +170,7 @@ def find_partner(
         if ideal > attempt or len(choice) == MAX_PARTNERS_COMPARED:
             break
     if not choice and busy:
-        state.no_partner_until = transition.now + NO_PARTNER_CACHE_S
+        state.diagnostics.no_partner_until = transition.now + NO_PARTNER_CACHE_S
     if not choice:
         return None, busy
     ordered = sorted(choice)
@@ -188,7 +188,7 @@ MAX_TRIES = 3
 
 def is_suspect(transition: Transition, node: str) -> bool:
     """Return whether the node is a suspect of an open case."""
-    return any(node in case.suspects for case in transition.state.blame_cases.values())
+    return any(node in case.suspects for case in transition.state.diagnostics.blame_cases.values())
 
 
 def open_blame_case(
@@ -214,7 +214,7 @@ def open_blame_case(
     )
     # the node's name keeps ids unique: two cases may begin before the next probe does
     name = f"case-{transition.state.fleet.probe_count + 1}-{next(iter(findings))}"
-    transition.state.blame_cases[name] = case
+    transition.state.diagnostics.blame_cases[name] = case
     sentence = f"{summary}: {', '.join(findings)} are probed again to find the one at fault"
     transition.log_event("blame_isolation.started", sentence, job=job or None, data={"case": name})
     transition.schedule(case.due, DeadlineKind.BLAME_CASE, name)
@@ -227,20 +227,21 @@ def open_blame_case(
 
 def retry_blame_case(transition: Transition, case_id: str) -> BlameCase | None:
     """At a case's deadline, probe suspects that wait for a partner, or give up. Return the case if it is known."""
-    case = transition.state.blame_cases.get(case_id)
+    case = transition.state.diagnostics.blame_cases.get(case_id)
     if case is None:
         return None
     for node in open_suspects(case):
+        probes = transition.state.diagnostics.probes.values()
         if transition.now >= case.due:
             case.inconclusive[node] = f"{node} was not probed in time"
-        elif (case_id, node) not in ((probe.case_id, probe.tested_node) for probe in transition.state.probes.values()):
+        elif (case_id, node) not in ((probe.case_id, probe.tested_node) for probe in probes):
             _probe_suspect(transition, case_id, case, node)
     return case
 
 
 def record_blame_outcome(transition: Transition, outcome: ProbeOutcome) -> BlameCase | None:
     """Record the end of a suspect's probe, which is repeated if the partner was incapable or fell ill."""
-    case, node = transition.state.blame_cases.get(outcome.probe.case_id), outcome.probe.tested_node
+    case, node = transition.state.diagnostics.blame_cases.get(outcome.probe.case_id), outcome.probe.tested_node
     if case is None or node is None or node not in open_suspects(case):
         return None
     partners = [other for other in outcome.probe.nodes if other != node]
@@ -266,8 +267,8 @@ def record_blame_outcome(transition: Transition, outcome: ProbeOutcome) -> Blame
 
 def close_blame_case(transition: Transition, case: BlameCase) -> None:
     """Close the case, so that its suspects may be partners again."""
-    cases = transition.state.blame_cases.items()
-    transition.state.blame_cases = {name: other for name, other in cases if other is not case}
+    cases = transition.state.diagnostics.blame_cases.items()
+    transition.state.diagnostics.blame_cases = {name: other for name, other in cases if other is not case}
 
 
 def open_suspects(case: BlameCase) -> list[str]:
@@ -276,7 +277,7 @@ def open_suspects(case: BlameCase) -> list[str]:
 
 
 def _probe_suspect(transition: Transition, name: str, case: BlameCase, node: str) -> None:
-    if node not in transition.state.reachable_nodes:
+    if node not in transition.state.liveness.reachable_nodes:
         case.inconclusive[node] = f"{node} is unreachable"
         return
     tries = case.tries.get(node, 0)

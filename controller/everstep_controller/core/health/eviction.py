@@ -93,7 +93,7 @@ def fleet_scope(state: FleetState, now: float) -> EvictionScope:
 
 def rack_scope(state: FleetState, rack: str, now: float) -> EvictionScope:
     """Return a rack's budget. Its share applies to the rack's reachable nodes, evicted ones included."""
-    policy, silence_count = state.policy, state.silence_counts.get(f"rack:{rack}")
+    policy, silence_count = state.policy, state.liveness.silence_counts.get(f"rack:{rack}")
     used = [eviction for eviction in recent_evictions(state, now) if eviction.rack == rack]
     of = silence_count.expected if silence_count is not None else 0
     return _scope(state, ScopeKind.RACK, rack, policy.budget.rack_count, policy.budget.rack_share, of, used)
@@ -172,8 +172,8 @@ def find_deferral(state: FleetState, node: str, finding: Finding, now: float) ->
     """
     if state.fleet.breaker_reason:
         return Deferral(ScopeKind.FLEET.scope(), state.fleet.breaker_reason)
-    if state.database_outage:
-        why = f"the database is unavailable ({state.database_outage}), so an eviction could not be recorded"
+    if state.database.outage:
+        why = f"the database is unavailable ({state.database.outage}), so an eviction could not be recorded"
         return Deferral(ScopeKind.DATABASE.scope(), why)
     for scope in scopes_of(state, node, now):
         if not scope.remaining:
@@ -221,7 +221,7 @@ def describe_deferral(state: FleetState, record: NodeRecord, now: float) -> str:
 
 
 def _shortage(state: FleetState, job: JobRecord, node: str, now: float) -> str:
-    until, why = state.node_shortages.get(job.job, (0.0, ""))
+    until, why = state.evictions.node_shortages.get(job.job, (0.0, ""))
     return why if now < until else _below_minimum(state, job, node)
 
 
@@ -266,9 +266,9 @@ def defer(transition: Transition, node: str, finding: Finding, sentence: str, de
     drop_deferral(transition, node)
     record.health.deferred_eviction_key, record.health.eviction_deferred_by = finding.key, scope
     outbreaks.record_seen_at(transition, node, finding.key, outbreaks.signature(finding))
-    if scope not in state.deferred_evictions and ScopeKind.of(scope) is ScopeKind.NEEDED:
+    if scope not in state.evictions.deferred and ScopeKind.of(scope) is ScopeKind.NEEDED:
         transition.schedule(transition.now + DEFERRAL_RECHECK_S, DeadlineKind.DEFERRED_EVICTIONS, scope)
-    state.deferred_evictions.setdefault(scope, {})[node] = None
+    state.evictions.deferred.setdefault(scope, {})[node] = None
     transition.mark_node_changed(node)
     words, trace = f"{sentence}; not evicted: {deferral.reason}", finding.trace or transition.trace
     transition.add_verdict(
@@ -277,8 +277,8 @@ def defer(transition: Transition, node: str, finding: Finding, sentence: str, de
 
 
 def _cache_shortage(state: FleetState, job: str, reason: str, now: float) -> None:
-    if now >= state.node_shortages.get(job, (0.0, ""))[0]:
-        state.node_shortages[job] = (now + SHORTAGE_CACHE_S, reason)
+    if now >= state.evictions.node_shortages.get(job, (0.0, ""))[0]:
+        state.evictions.node_shortages[job] = (now + SHORTAGE_CACHE_S, reason)
 
 
 def drop_deferral(transition: Transition, node: str) -> None:
@@ -286,20 +286,20 @@ def drop_deferral(transition: Transition, node: str) -> None:
     record = transition.state.nodes[node]
     scope = record.health.eviction_deferred_by
     record.health.deferred_eviction_key = record.health.eviction_deferred_by = ""
-    nodes = transition.state.deferred_evictions.get(scope)
+    nodes = transition.state.evictions.deferred.get(scope)
     if nodes is not None and node in nodes:
         del nodes[node]
         transition.deferral_dropped[node] = None
         transition.mark_node_changed(node)
         if not nodes:
-            del transition.state.deferred_evictions[scope]
+            del transition.state.evictions.deferred[scope]
 
 
 def reset_breaker(transition: Transition) -> None:
     """Allow evictions again, with a full budget; findings that stand are judged again."""
     transition.state.fleet.recent_evictions = []
     _reset_breaker(transition)
-    for scope in transition.state.deferred_evictions:
+    for scope in transition.state.evictions.deferred:
         if ScopeKind.of(scope) in BUDGET_SCOPES:
             transition.freed_scopes[scope] = None
 
@@ -337,7 +337,7 @@ def _reset_breaker(transition: Transition) -> None:
 
 def reconsider_deferred_scope(transition: Transition, scope: str) -> None:
     """At a deadline, have the evictions of a scope tried again: its window has passed, or its job is asked again."""
-    if scope in transition.state.deferred_evictions:
+    if scope in transition.state.evictions.deferred:
         transition.freed_scopes[scope] = None
         if ScopeKind.of(scope) is ScopeKind.NEEDED:
             transition.schedule(transition.now + DEFERRAL_RECHECK_S, DeadlineKind.DEFERRED_EVICTIONS, scope)
@@ -347,15 +347,15 @@ def pop_freed_scopes(transition: Transition) -> list[str]:
     """Return and clear the scopes that may no longer defer evictions after this event."""
     nodes, jobs = transition.changed_records()
     for job in _jobs_that_may_spare(transition, nodes, jobs):
-        transition.state.node_shortages.pop(job, None)
+        transition.state.evictions.node_shortages.pop(job, None)
         transition.freed_scopes[ScopeKind.NEEDED.scope(job)] = None
     for job in jobs:
         scope = ScopeKind.JOB.scope(job)
         record = transition.state.jobs[job]
-        for node in transition.state.deferred_evictions.get(scope, ()):
+        for node in transition.state.evictions.deferred.get(scope, ()):
             if not record.is_running or not record.is_seated(node):
                 transition.freed_scopes[scope] = None
-    freed = [scope for scope in transition.freed_scopes if scope in transition.state.deferred_evictions]
+    freed = [scope for scope in transition.freed_scopes if scope in transition.state.evictions.deferred]
     transition.freed_scopes.clear()
     return freed
 
@@ -367,7 +367,7 @@ def _jobs_that_may_spare(transition: Transition, nodes: Iterable[str], jobs: Ite
         record = transition.state.nodes[node]
         if record.state is NodeState.HEALTHY and record.since == transition.now:
             found.update(transition.state.node_runtime[node].jobs)
-    return [job for job in found if ScopeKind.NEEDED.scope(job) in transition.state.deferred_evictions]
+    return [job for job in found if ScopeKind.NEEDED.scope(job) in transition.state.evictions.deferred]
 
 
 def restore_deferral(state: FleetState, node: str) -> None:
@@ -375,14 +375,14 @@ def restore_deferral(state: FleetState, node: str) -> None:
     health = state.nodes[node].health
     if health.deferred_eviction_key:
         scope = health.eviction_deferred_by or ScopeKind.DATABASE.scope()
-        state.deferred_evictions.setdefault(scope, {})[node] = None
+        state.evictions.deferred.setdefault(scope, {})[node] = None
 
 
 def schedule_deferral_checks(transition: Transition) -> None:
     """Schedule checks of restored deferrals for the time when nodes had a chance to be heard."""
-    for scope in transition.state.deferred_evictions:
+    for scope in transition.state.evictions.deferred:
         if ScopeKind.of(scope) is not ScopeKind.FLEET:
-            transition.schedule(transition.state.rejoin_window_ends_at, DeadlineKind.DEFERRED_EVICTIONS, scope)
+            transition.schedule(transition.state.rejoin_window.ends_at, DeadlineKind.DEFERRED_EVICTIONS, scope)
 
 
 # Rollback
@@ -461,6 +461,6 @@ def _roll_back_eviction(
         begin_probation(transition, node, sentence)
     elif record.state is NodeState.QUARANTINED:
         record.quarantine.earliest_end = transition.now  # probation begins once the node is heard
-    for scope in state.deferred_evictions:
+    for scope in state.evictions.deferred:
         if ScopeKind.of(scope) in BUDGET_SCOPES:
             transition.freed_scopes[scope] = None

@@ -38,7 +38,7 @@ may be entered again for another reason."""
 def set_state(transition: Transition, node: str, state: NodeState, sentence: str) -> None:
     """Move a node to ``state`` for the reason in ``sentence``; cordon or uncordon it accordingly."""
     record = transition.state.nodes[node]
-    is_silent = state is NodeState.HEALTHY and node in transition.state.silent_nodes
+    is_silent = state is NodeState.HEALTHY and node in transition.state.liveness.silent_nodes
     entered = NodeState.SUSPECT if is_silent else state
     assert entered is record.state or entered in TRANSITIONS[record.state], f"{node}: {record.state} to {entered}"
     assert record.liveness.reachable or entered not in IN_SERVICE, f"{node} is out of reach and becomes {entered}"
@@ -197,7 +197,7 @@ def continue_ladder(transition: Transition, node: str) -> None:
     record, plan = transition.state.nodes[node], transition.state.nodes[node].quarantine.plan
     if plan is None or not plan.ladder or transition.policy.remediation.mode is not Mode.ENFORCE:
         return
-    if transition.state.database_outage:
+    if transition.state.database.outage:
         return
     if record.quarantine.needs_operator and not record.health.defective_gpus:
         _set_blocked(transition, record, plan, f"an operator took {node} out of service: no automatic action")

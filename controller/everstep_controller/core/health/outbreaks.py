@@ -47,11 +47,12 @@ def record_sighting(
     O(nodes) once per outbreak, else O(1).
     """
     state, name = transition.state, signature(finding)
-    seen = state.sightings.pop(name, {})
-    state.sightings[name] = seen
-    if len(state.sightings) > MAX_SIGNATURES:
-        oldest = next(iter(state.sightings))
-        del state.sightings[oldest]
+    sightings = state.shared_findings.sightings
+    seen = sightings.pop(name, {})
+    sightings[name] = seen
+    if len(sightings) > MAX_SIGNATURES:
+        oldest = next(iter(sightings))
+        del sightings[oldest]
         _end(transition, oldest)
     if is_new:
         seen.pop(node, None)
@@ -61,7 +62,7 @@ def record_sighting(
     if why := common_cause(state, rule, seen, node):
         joined_now = _join_outbreak(transition, rule, name, seen, node, why)
         return f"{name} appeared on {why} within {rule.correlated_s:g} s", joined_now
-    waiting = state.outbreaks.get(name)
+    waiting = state.shared_findings.outbreaks.get(name)
     if waiting is None:
         return "", []
     nodes = _nodes_sustaining(state, rule, name, seen)
@@ -79,7 +80,7 @@ def _join_outbreak(
     transition: Transition, rule: VerdictRule, name: str, seen: Mapping[str, float], node: str, reason: str
 ) -> list[str]:
     """Begin the outbreak or add nodes, and return the new ones."""
-    state, began = transition.state, name not in transition.state.outbreaks
+    state, began = transition.state, name not in transition.state.shared_findings.outbreaks
     if began:
         transition.log_event(
             "fleet.correlated_finding",
@@ -88,7 +89,7 @@ def _join_outbreak(
         )
         state.fleet.outbreaks[name] = next(iter(seen.values()), transition.now)
         transition.mark_fleet_changed()
-    waiting = state.outbreaks.setdefault(name, {})
+    waiting = state.shared_findings.outbreaks.setdefault(name, {})
     if began:  # include nodes that showed the finding long ago and were evicted for it just now
         asked = [*seen, *(other for other in _out_with_signature(state, name, transition.now) if other not in seen)]
     elif len(seen) <= rule.correlated_nodes:
@@ -102,14 +103,14 @@ def _join_outbreak(
 
 def _end(transition: Transition, name: str) -> None:
     """Forget the outbreak, if there is one."""
-    transition.state.outbreaks.pop(name, None)
+    transition.state.shared_findings.outbreaks.pop(name, None)
     if transition.state.fleet.outbreaks.pop(name, None) is not None:
         transition.mark_fleet_changed()
 
 
 def wait_for_outbreak_end(state: FleetState, node: str, finding: Finding) -> None:
     """Let the finding wait for the end of its outbreak."""
-    waiting = state.outbreaks.get(signature(finding))
+    waiting = state.shared_findings.outbreaks.get(signature(finding))
     if waiting is not None:
         waiting[node] = True
 
@@ -117,7 +118,7 @@ def wait_for_outbreak_end(state: FleetState, node: str, finding: Finding) -> Non
 def mark_cleared(state: FleetState, node: str, finding: Finding) -> None:
     """End the node's wait for an outbreak if it shows no finding with that signature any more."""
     name = signature(finding)
-    waiting = state.outbreaks.get(name, {})
+    waiting = state.shared_findings.outbreaks.get(name, {})
     if node in waiting and not findings_with_signature(state.nodes[node], name):
         waiting[node] = False
 
@@ -125,7 +126,7 @@ def mark_cleared(state: FleetState, node: str, finding: Finding) -> None:
 def _nodes_sustaining(state: FleetState, rule: VerdictRule, name: str, seen: Collection[str]) -> Collection[str]:
     """Return recent sightings and waiting nodes in service that still show it, up to ``correlated_nodes``."""
     found = dict.fromkeys(seen)
-    for node, waits in state.outbreaks.get(name, {}).items():
+    for node, waits in state.shared_findings.outbreaks.get(name, {}).items():
         if len(found) >= rule.correlated_nodes:
             break
         if waits and _sustains_outbreak(state.nodes[node], name):
@@ -173,11 +174,11 @@ def _holds_for_any_driver(state: FleetState, rule: VerdictRule, seen: Collection
 
 def belongs_to_outbreak(state: FleetState, rule: VerdictRule, node: str, finding: Finding, now: float) -> bool:
     """Return whether the node's finding currently belongs to an outbreak."""
-    name = signature(finding)
-    if name not in state.outbreaks:
+    name, shared = signature(finding), state.shared_findings
+    if name not in shared.outbreaks:
         return False
-    seen: Collection[str] = [n for n, at in state.sightings.get(name, {}).items() if at >= now - rule.correlated_s]
-    if state.outbreaks[name].get(node):
+    seen: Collection[str] = [n for n, at in shared.sightings.get(name, {}).items() if at >= now - rule.correlated_s]
+    if shared.outbreaks[name].get(node):
         seen = _nodes_sustaining(state, rule, name, seen)
     return bool(common_cause(state, rule, seen, node))
 
@@ -217,7 +218,7 @@ class WidespreadFinding(msgspec.Struct, frozen=True, kw_only=True):
 def active_outbreaks(state: FleetState) -> list[WidespreadFinding]:
     """Return every outbreak with at least one node, oldest first. O(nodes in outbreaks)."""
     found: list[WidespreadFinding] = []
-    for name, waiting in state.outbreaks.items():
+    for name, waiting in state.shared_findings.outbreaks.items():
         shows = {
             node: kept
             for node, waits in waiting.items()
@@ -237,7 +238,7 @@ def active_outbreaks(state: FleetState) -> list[WidespreadFinding]:
 
 def spared_findings_of(state: FleetState, record: NodeRecord) -> list[Finding]:
     """Return the node's standing findings that belong to an outbreak and for which it is not evicted."""
-    waiting = state.outbreaks
+    waiting = state.shared_findings.outbreaks
     if not waiting:
         return []
     return [finding for finding in record.all_findings() if waiting.get(signature(finding), {}).get(record.node)]
@@ -246,8 +247,9 @@ def spared_findings_of(state: FleetState, record: NodeRecord) -> list[Finding]:
 def shared_by_other(state: FleetState, node: str, finding: Finding, now: float) -> str:
     """Return which other node shows the finding, or showed it recently enough for an outbreak; "" for none."""
     name, since = signature(finding), now - state.policy.rules.rule_for(finding).correlated_s
-    lately = (other for other, at in state.sightings.get(name, {}).items() if at >= since)
-    still = (other for other in state.outbreaks.get(name, ()) if _sustains_outbreak(state.nodes[other], name))
+    shared = state.shared_findings
+    lately = (other for other, at in shared.sightings.get(name, {}).items() if at >= since)
+    still = (other for other in shared.outbreaks.get(name, ()) if _sustains_outbreak(state.nodes[other], name))
     alike = chain(lately, still, _out_with_signature(state, name, now))
     return next((f"{other} shows {name} too" for other in alike if other != node), "")
 
@@ -271,7 +273,7 @@ def record_seen_at(transition: Transition, node: str, key: str, name: str) -> No
     health = transition.state.nodes[node].health
     waiting = {*health.undecided_findings, health.deferred_eviction_key}
     kept = {k: at for k, at in health.finding_seen_at.items() if k in waiting}
-    seen_at = transition.state.sightings.get(name, {}).get(node, kept.get(key, transition.now))
+    seen_at = transition.state.shared_findings.sightings.get(name, {}).get(node, kept.get(key, transition.now))
     health.finding_seen_at = kept | {key: seen_at}
     transition.mark_node_changed(node)
 
@@ -279,6 +281,7 @@ def record_seen_at(transition: Transition, node: str, key: str, name: str) -> No
 def restore_outbreaks(transition: Transition) -> None:
     """Restore outbreaks from nodes that wait for the end of one, or were evicted or deferred recently."""
     state, now = transition.state, transition.now
+    shared = state.shared_findings
     found: list[tuple[float, str, str]] = []
     rules: dict[str, VerdictRule] = {}
     for node, record in state.nodes.items():
@@ -288,20 +291,20 @@ def restore_outbreaks(transition: Transition) -> None:
         for finding in record.all_findings():
             name = signature(finding)
             if record.health.undecided_findings.get(finding.key) is UndecidedReason.OUTBREAK:
-                state.outbreaks.setdefault(name, {})[node] = True
+                shared.outbreaks.setdefault(name, {})[node] = True
                 rules[name] = state.policy.rules.rule_for(finding)
             elif record.health.deferred_eviction_key != finding.key:
                 continue
             found.append((record.health.finding_seen_at.get(finding.key, 0.0), name, node))
     for at, name, node in sorted(found):
-        seen = state.sightings.setdefault(name, {})
+        seen = shared.sightings.setdefault(name, {})
         seen.pop(node, None)
         seen[node] = at
     for name, rule in rules.items():
-        lately = [node for node, at in state.sightings[name].items() if at >= now - rule.correlated_s]
+        lately = [node for node, at in shared.sightings[name].items() if at >= now - rule.correlated_s]
         if not _holds_for_any_driver(state, rule, _nodes_sustaining(state, rule, name, lately)):
-            del state.outbreaks[name]
-    dated = {name: min(state.sightings[name].values(), default=now) for name in state.outbreaks}
+            del shared.outbreaks[name]
+    dated = {name: min(shared.sightings[name].values(), default=now) for name in shared.outbreaks}
     restored = {name: state.fleet.outbreaks.get(name, at) for name, at in dated.items()}
     if restored != state.fleet.outbreaks:
         state.fleet.outbreaks = restored

@@ -119,7 +119,7 @@ def _make_spec(
     transition: Transition, job: JobRecord, cause: RegroupCause, seats: list[str], boundary: int | None
 ) -> GenerationSpec:
     state, number = transition.state, job.progress.last_number
-    number = (generation_number_floor(state, number) if state.database_outage else number) + 1
+    number = (generation_number_floor(state, number) if state.database.outage else number) + 1
     change = describe_change(job.seats, seats, job.max_seats)
     when = "" if boundary is None else f"after step {boundary} "
     records = state.nodes
@@ -179,7 +179,10 @@ def _holders(transition: Transition, job: JobRecord, seats: list[str]) -> list[s
         for node in dict.fromkeys([*before, *job.membership.former_nodes])
         if node not in stay
         and not state.nodes[node].health.defective_gpus
-        and (node in counts or (node in state.reachable_nodes and state.node_runtime[node].disconnected_at is None))
+        and (
+            node in counts
+            or (node in state.liveness.reachable_nodes and state.node_runtime[node].disconnected_at is None)
+        )
     ]
     return seats + former
 
@@ -289,7 +292,7 @@ def _kill_left_out(transition: Transition, job: JobRecord, cause: RegroupCause, 
     """
     running = job.running_generation
     if running is not None:
-        killed = (running.seated_nodes & transition.state.reachable_nodes) - set(seats)
+        killed = (running.seated_nodes & transition.state.liveness.reachable_nodes) - set(seats)
         for member in running.roster:
             if member.node in killed:
                 reason, trace, has_grace = cause.sentence, cause.trace, cause.lets_ranks_end
@@ -304,7 +307,10 @@ def boundary_step(transition: Transition, job: JobRecord, live: JobRuntime) -> i
         return None
     state = transition.state
     seats = job.seats
-    if any(node not in state.reachable_nodes or state.node_runtime[node].disconnected_at is not None for node in seats):
+    if any(
+        node not in state.liveness.reachable_nodes or state.node_runtime[node].disconnected_at is not None
+        for node in seats
+    ):
         return None
     stride, margin = transition.read_step_rate(job.job), transition.policy.regroups.boundary_margin_steps
     if stride.step is None:
@@ -374,7 +380,7 @@ def consider_growth(transition: Transition, job: JobRecord) -> None:
     before = job.seats
     if len(before) >= job.max_seats or job.progress.resumed_at is None:
         return
-    if job.outgoing_generation is not None or state.database_outage:
+    if job.outgoing_generation is not None or state.database.outage:
         return
     seats = next_seats(state, job)
     stay = set(before) - set(job.membership.replaced_stragglers)  # those leave once others come

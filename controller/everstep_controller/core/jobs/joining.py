@@ -55,7 +55,7 @@ def handle_launcher_joined(transition: Transition, node: str, report: LauncherJo
     if job is not None and job.is_ended:
         state = transition.state
         # the launchers of a job that ended in an outage still wait for the end
-        ended_unheard = state.database_outage and job.status.since >= state.database_outage_since
+        ended_unheard = state.database.outage and job.status.since >= state.database.outage_since
         if ended_unheard or report.launcher <= int(job.status.since * 1000):
             transition.send(node, make_stop(job, report.launcher))
             return
@@ -95,7 +95,7 @@ def _has_room(transition: Transition, node: str, name: str) -> bool:
     live = state.node_runtime[node]
     if name in live.open_jobs or len(live.open_jobs) < most:
         return True
-    jobs = [state.jobs[other] for other in live.open_jobs if not state.database_outage]
+    jobs = [state.jobs[other] for other in live.open_jobs if not state.database.outage]
     void = [job for job in jobs if not job.membership.launchers and not job.progress.last_number]
     for job in sorted(void, key=lambda job: job.membership.abandoned_at)[: len(live.open_jobs) + 1 - most]:
         sentence = f"job {job.job} never formed, its launchers have left, and {node} has {most} unfinished jobs: "
@@ -217,7 +217,7 @@ def offer_after_deferral(transition: Transition) -> None:
 
 def consider_forming(transition: Transition, job: JobRecord) -> None:
     """Open the first generation, with all requested nodes or, after the wait, with enough. Not in a database outage."""
-    if transition.state.database_outage:
+    if transition.state.database.outage:
         return
     most, least = job.max_seats, job.min_seats
     due = job.progress.created_at + job.spec.join_wait_s
@@ -258,7 +258,7 @@ class PreemptionPlan(msgspec.Struct, frozen=True):
 
 def consider_preemption(transition: Transition, job: JobRecord) -> None:
     """Preempt other jobs if the job has been below its minimum for long enough."""
-    if job.status.state not in (JobState.FORMING, JobState.PAUSED) or transition.state.database_outage:
+    if job.status.state not in (JobState.FORMING, JobState.PAUSED) or transition.state.database.outage:
         return
     since = job.status.since + (job.spec.join_wait_s if job.status.state is JobState.FORMING else 0.0)
     due = since + transition.policy.jobs.preempt_after_s

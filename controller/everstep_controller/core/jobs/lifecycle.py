@@ -167,7 +167,7 @@ def _kill_missing(
 ) -> None:
     live = transition.state.job_runtime[job.job]
     for member in missing:
-        if member.node in transition.state.reachable_nodes:
+        if member.node in transition.state.liveness.reachable_nodes:
             send_kill(transition, job, member, spec.number, sentence, spec.trace)
             live.regroup.record_replaced_rank(member.node, member.local_rank, transition.now)
 
@@ -305,7 +305,7 @@ def skip_failing_replica_nodes(transition: Transition, job: JobRecord) -> None:
     skips, missed = live.commits.skipped_replica_nodes, live.commits.missed_copies
     live.commits.skipped_replica_nodes = skips = {n: until for n, until in skips.items() if until > transition.now}
     failing = sorted(node for node, count in missed.items() if count >= policy.checkpoints.missed_copies_count)
-    if not failing or spec is None or not job.is_running or transition.state.database_outage:
+    if not failing or spec is None or not job.is_running or transition.state.database.outage:
         return
     if transition.now < job.progress.opened_at + policy.jobs.growth_interval_s:
         transition.schedule_job(job.progress.opened_at + policy.jobs.growth_interval_s, job.job)

@@ -109,14 +109,14 @@ def regroup_with_seen(transition: Transition, job: JobRecord, cause: RegroupCaus
     """Regroup with members that this controller has heard; a new controller first waits a moment for them."""
     state, live = transition.state, transition.state.job_runtime[job.job]
     spec = job.running_generation
-    unmet = state.unseen_nodes & spec.seated_nodes if spec is not None else set[str]()
+    unmet = state.rejoin_window.unseen_nodes & spec.seated_nodes if spec is not None else set[str]()
     if not unmet:
         generations.regroup(transition, job, cause)
-    elif transition.now >= state.rejoin_window_ends_at:
+    elif transition.now >= state.rejoin_window.ends_at:
         cause = msgspec.structs.replace(cause, nodes_to_exclude=cause.nodes_to_exclude | unmet)
         generations.regroup(transition, job, cause)
     elif live.regroup.pending is None or live.regroup.pending.reason is None:
-        due = state.rejoin_window_ends_at
+        due = state.rejoin_window.ends_at
         live.regroup.pending = PendingRegroup(transition.now, due, cause.trace, cause.sentence, cause.reason)
         transition.schedule_job(due, job.job)
 
@@ -169,17 +169,17 @@ def regroup_unattributed(transition: Transition, job: JobRecord, cause: RegroupC
 def missing_reason(transition: Transition, node: str) -> str:
     """Return why a node counts as lost once its job has a witness; "" for a node that answers."""
     state = transition.state
-    if node in state.unseen_nodes:
-        return UNSEEN_REASON if transition.now >= state.rejoin_window_ends_at else ""
+    if node in state.rejoin_window.unseen_nodes:
+        return UNSEEN_REASON if transition.now >= state.rejoin_window.ends_at else ""
     if state.node_runtime[node].disconnected_at is not None:
         return CLOSED_REASON
-    return "is silent" if node in state.silent_nodes else ""
+    return "is silent" if node in state.liveness.silent_nodes else ""
 
 
 def regroup_without_missing(transition: Transition, job: JobRecord, evidence: str) -> bool:
     """Regroup without the roster's suspect nodes; return False if there are none."""
     spec, state = job.running_generation, transition.state
-    if spec is None or not (state.silent_nodes or state.unseen_nodes):
+    if spec is None or not (state.liveness.silent_nodes or state.rejoin_window.unseen_nodes):
         return False
     doubts = {node: words for node in spec.seats if (words := missing_reason(transition, node))}
     if not doubts:

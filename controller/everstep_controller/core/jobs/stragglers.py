@@ -92,7 +92,7 @@ def _replace_one(transition: Transition, job: JobRecord, spec: GenerationSpec) -
     """Replace one straggler at a time at a boundary, if the policy allows and a spare is available."""
     live, policy = transition.state.job_runtime[job.job], transition.policy
     named = [n for n in spec.seats if len(live.stragglers.slow_windows.get(n, ())) >= policy.stragglers.count]
-    if not named or not policy.stragglers.replace or transition.state.database_outage:
+    if not named or not policy.stragglers.replace or transition.state.database.outage:
         return
     if transition.now < job.progress.opened_at + policy.jobs.growth_interval_s:
         return

@@ -71,7 +71,7 @@ def _settle_group(transition: Transition, job: JobRecord, cases: Sequence[AuditC
 
 
 def _count_outcomes(transition: Transition, judged: JudgedCases, *, is_program: bool) -> None:
-    counts = transition.state.audit_counts
+    counts = transition.state.counts.audits
     for case, judgement in judged:
         outcome = case.key.audit, audits.PROGRAM if is_program else audits.OUTCOMES[type(judgement)]
         counts[outcome] = counts.get(outcome, 0) + 1

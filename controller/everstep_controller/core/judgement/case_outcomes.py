@@ -100,7 +100,7 @@ def fails_for_kept_culprits(transition: Transition, job: JobRecord, description:
     job.failures.kept_culprit_times = times
     transition.mark_job_changed(job.job)
     is_over = len(times) >= transition.policy.audits.digest_tie_count and job.is_running
-    if not is_over or transition.state.database_outage:
+    if not is_over or transition.state.database.outage:
         return False
     results = "digests" if kind is FindingKind.DIGEST_MISMATCH else "results in audits"
     count = f"{results} differed {len(times)} times and no node was evicted for it"
@@ -164,7 +164,7 @@ def settle_tie(
     """Handle a tie, which accuses all of its nodes. Return True if one is out, or if all are being tried."""
     if len(tied) == 1 and len(job.seats) > 1:
         return evict_divergent(transition, job, tied, f"ranks of {tied[0]} differ among themselves")
-    if any(case.job == job.job for case in transition.state.blame_cases.values()):
+    if any(case.job == job.job for case in transition.state.diagnostics.blame_cases.values()):
         return True
     findings = {node: _raise_mismatch(transition, node, description, Severity.WARNING, kind, evidence) for node in tied}
     judge_controller_findings(transition)
@@ -258,7 +258,7 @@ def _count_tie(transition: Transition, job: JobRecord) -> int:
 
     Ties are remembered for as long as they accuse their nodes. Otherwise a job with slow steps goes back forever.
     """
-    if not job.is_running or transition.state.database_outage:
+    if not job.is_running or transition.state.database.outage:
         return 0
     since = transition.now - _tie_memory_s(transition)
     times = [*(at for at in job.failures.digest_tie_times if at > since), transition.now]

@@ -261,10 +261,10 @@ def recheck_undecided(transition: Transition, node: str) -> None:
 def retry_deferred_evictions(transition: Transition) -> None:
     """Judge deferred evictions again whose scope may no longer defer them, by the findings that stand now."""
     state = transition.state
-    if not state.deferred_evictions:
+    if not state.evictions.deferred:
         return
     for scope in eviction.pop_freed_scopes(transition):
-        for node in list(state.deferred_evictions.get(scope, ())):
+        for node in list(state.evictions.deferred.get(scope, ())):
             record = state.nodes[node]
             finding = record.get_finding(record.health.deferred_eviction_key)
             rule = None if finding is None else state.policy.rules.rule_for(finding)

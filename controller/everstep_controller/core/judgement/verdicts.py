@@ -254,7 +254,7 @@ def _judge_restart(state: FleetState, record: NodeRecord, judged: Judgement, now
     """Restart ranks within the caps. A node that has used up its own restarts is due for the next step."""
     report, rule, restart = judged.report, judged.rule, Action.RESTART_RANK
     repeated = _is_step_repeated(record, rule, restart, now)
-    if state.database_outage:
+    if state.database.outage:
         return _postpone(judged, UndecidedReason.DATABASE_OUTAGE, now + eviction.DEFERRAL_RECHECK_S)
     may_evict = not repeated and rule.ladder[-1] is not restart
     if may_evict and (why := rank_restarts.node_restart_cap(state, report.node, now)):

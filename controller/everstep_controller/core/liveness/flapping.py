@@ -25,7 +25,7 @@ def record_loss(transition: Transition, node: str, sentence: str) -> None:
     record.liveness.loss_times = [*(at for at in record.liveness.loss_times if at > since), transition.now]
     transition.mark_node_changed(node)
     if why := _common_cause(transition, node):
-        for other, at in transition.state.recent_losses.items():
+        for other, at in transition.state.liveness.recent_losses.items():
             _withdraw_loss(transition, other, at, why)
     elif len(record.liveness.loss_times) >= policy.liveness.flap_count:
         _raise_flapping(transition, node, record, sentence)
@@ -36,18 +36,18 @@ def _counts_as_own_loss(transition: Transition, record: NodeRecord) -> bool:
         return False
     if record.quarantine.plan is not None and record.quarantine.plan.pending_remediation_id:  # a reboot may be running
         return False
-    if transition.state.correlated_silence is not None:
+    if transition.state.liveness.correlated_silence is not None:
         return False
-    return transition.read_heartbeats(record.node).silent_since >= transition.state.correlated_silence_ended_at
+    return transition.read_heartbeats(record.node).silent_since >= transition.state.liveness.correlated_silence_ended_at
 
 
 def _common_cause(transition: Transition, node: str) -> str:
     """Return what the nodes lost at the same time have in common; "" if it may be chance."""
     state, rule = transition.state, transition.policy.rules.default_rule(FindingKind.NODE_FLAPPING)
     since = transition.now - rule.correlated_s
-    lately = {other: at for other, at in state.recent_losses.items() if at >= since and other in state.nodes}
-    state.recent_losses = {**lately, node: transition.now}
-    return common_cause(state, rule, state.recent_losses, node)
+    lately = {other: at for other, at in state.liveness.recent_losses.items() if at >= since and other in state.nodes}
+    state.liveness.recent_losses = {**lately, node: transition.now}
+    return common_cause(state, rule, state.liveness.recent_losses, node)
 
 
 def _withdraw_loss(transition: Transition, node: str, at: float, reason: str) -> None:

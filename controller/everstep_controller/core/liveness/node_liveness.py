@@ -62,7 +62,7 @@ def mark_seen(transition: Transition, node: str) -> None:
         transition.seen_on_probation[node] = None
     elif record.state is NodeState.QUARANTINED:
         reconsider_quarantine(transition, node)
-    if node in state.unseen_nodes:
+    if node in state.rejoin_window.unseen_nodes:
         handle_first_contact(transition, node)
 
 
@@ -80,7 +80,7 @@ def handle_disconnected(transition: Transition, node: str) -> None:
         set_state(transition, node, NodeState.SUSPECT, why)
     correlation.log_unless_correlated(transition, "node.disconnected", node, sentence)
     transition.schedule_node(transition.now + transition.policy.regroups.collective_settle_s, node)
-    transition.schedule_node(transition.now + (grace_s + transition.state.observer_lag_s), node)
+    transition.schedule_node(transition.now + (grace_s + transition.state.observer_lag.seconds), node)
     regroup_with_evidence(transition, node)
 
 
@@ -97,7 +97,8 @@ def handle_silence_deadline(transition: Transition, node: str) -> bool:
 
 def _judge_silence(transition: Transition, node: str) -> tuple[Liveness, float]:
     """Act on the meaning of the node's silence. Return it with the time at which it may change."""
-    policy, heartbeats, slack_s = transition.policy, transition.read_heartbeats(node), transition.state.observer_lag_s
+    policy, heartbeats = transition.policy, transition.read_heartbeats(node)
+    slack_s = transition.state.observer_lag.seconds
     answer = classify_silence(policy, heartbeats.longest_pause_s, transition.now - heartbeats.silent_since - slack_s)
     if answer is Liveness.PRESENT:
         return answer, heartbeats.silent_since + suspect_timeout_s(policy, heartbeats.longest_pause_s) + slack_s
@@ -123,7 +124,7 @@ def handle_node_deadline(transition: Transition, node: str) -> None:
         drop_launchers(transition, node, why, include_rejoined=False)
     if live.disconnected_at is not None and record.liveness.reachable:
         _end_disconnect_grace(transition, node, live.disconnected_at)
-    elif node in transition.state.silent_nodes:
+    elif node in transition.state.liveness.silent_nodes:
         _judge_silence(transition, node)
         regroup_with_evidence(transition, node)
     elif record.state is NodeState.QUARANTINED:
@@ -135,7 +136,7 @@ def handle_node_deadline(transition: Transition, node: str) -> None:
 
 
 def _end_disconnect_grace(transition: Transition, node: str, disconnected_at: float) -> None:
-    due = disconnected_at + transition.policy.liveness.disconnect_grace_s + transition.state.observer_lag_s
+    due = disconnected_at + transition.policy.liveness.disconnect_grace_s + transition.state.observer_lag.seconds
     if transition.now < due:
         regroup_with_evidence(transition, node)
         transition.schedule_node(due, node)
@@ -159,7 +160,7 @@ def declare_lost(transition: Transition, node: str, sentence: str) -> None:
     # A replay omits the silence deadline that passes while the node is away, so its return always queues a new one.
     state.node_runtime[node].has_silence_deadline = False
     correlation.remove_expected(transition, node)
-    state.unseen_nodes.discard(node)
+    state.rejoin_window.unseen_nodes.discard(node)
     if record.state in (NodeState.HEALTHY, NodeState.SUSPECT, NodeState.PROBATION):
         set_state(transition, node, NodeState.LOST, sentence)
     elif is_held_by_notice_alone(record):  # reclaimed, so that its record may expire

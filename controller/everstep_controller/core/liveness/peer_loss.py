@@ -20,7 +20,7 @@ from everstep_controller.core.wording import join_names
 def handle_peer_lost(transition: Transition, job: JobRecord, node: str, report: PeerConnectionLost) -> None:
     """Handle a vault's report that it lost another node's vault: a hint that shortens the wait for a silent node."""
     state, peer = transition.state, report.peer
-    strangers = peer == node or peer not in state.reachable_nodes
+    strangers = peer == node or peer not in state.liveness.reachable_nodes
     if strangers or any(job.job not in state.node_runtime[member].jobs for member in (node, peer)):
         transition.count_ignored("peer_connection_lost.not_a_member")
         return
@@ -48,7 +48,7 @@ def weigh_peer_reports(transition: Transition, node: str) -> None:
     reporting_nodes = _current_peer_reports(transition, node)
     if not reporting_nodes:
         return
-    if node in transition.state.silent_nodes:
+    if node in transition.state.liveness.silent_nodes:
         regroup_with_evidence(transition, node)
         return
     running = (job for job in jobs_seated_on(transition.state, node) if job.is_running)
@@ -59,7 +59,7 @@ def weigh_peer_reports(transition: Transition, node: str) -> None:
         return
     heartbeats = transition.read_heartbeats(node)
     timeout_s = suspect_timeout_after_peer_loss_s(transition.policy, heartbeats.longest_pause_s)
-    due = heartbeats.silent_since + timeout_s + transition.state.observer_lag_s
+    due = heartbeats.silent_since + timeout_s + transition.state.observer_lag.seconds
     if transition.now < due:
         transition.schedule_node(due, node)
     else:
@@ -83,7 +83,7 @@ def suspect(transition: Transition, node: str, sentence: str) -> None:
 def describe_silence(transition: Transition, node: str) -> str:
     """Return for how long the node has sent nothing."""
     silent_s = transition.now - transition.read_heartbeats(node).silent_since
-    if node in transition.state.unseen_nodes:
+    if node in transition.state.rejoin_window.unseen_nodes:
         return f"{node} has sent no message since this controller started, {silent_s:.1f} s ago"
     return f"{node} has sent no message for {silent_s:.1f} s"
 
@@ -131,4 +131,4 @@ def _unresponsive_since(transition: Transition, node: str) -> float:
     if gone_at is not None:
         return gone_at
     state = transition.state
-    return state.nodes[node].since if node in state.silent_nodes else state.rejoin_window_ends_at
+    return state.nodes[node].since if node in state.liveness.silent_nodes else state.rejoin_window.ends_at

@@ -32,14 +32,18 @@ def handle_return(transition: Transition, node: str) -> None:
 def handle_first_contact(transition: Transition, node: str) -> None:
     """Handle the first message of a node that this controller receives; jobs may be waiting for it."""
     state = transition.state
-    state.unseen_nodes.discard(node)
-    if transition.now < state.rejoin_window_ends_at:  # more nodes are on their way
+    state.rejoin_window.unseen_nodes.discard(node)
+    if transition.now < state.rejoin_window.ends_at:  # more nodes are on their way
         quiet_until = transition.now + transition.policy.liveness.rejoin_window_quiet_s
-        ends_at = min(quiet_until, state.rejoin_window_latest_at)
-        state.rejoin_window_ends_at = max(state.rejoin_window_ends_at, ends_at)
+        ends_at = min(quiet_until, state.rejoin_window.latest_end)
+        state.rejoin_window.ends_at = max(state.rejoin_window.ends_at, ends_at)
     for name in state.node_runtime[node].open_jobs:
         job, pending = state.jobs[name], state.job_runtime[name].regroup.pending
-        if pending is not None and pending.reason is not None and not state.unseen_nodes.intersection(job.seats):
+        if (
+            pending is not None
+            and pending.reason is not None
+            and not state.rejoin_window.unseen_nodes.intersection(job.seats)
+        ):
             state.job_runtime[name].regroup.pending = msgspec.structs.replace(pending, due=transition.now)
             transition.schedule_job(transition.now, name)
         elif _can_take_nodes(job):
@@ -54,10 +58,10 @@ def _can_take_nodes(job: JobRecord) -> bool:
 
 def end_rejoin_window(transition: Transition) -> None:
     """Treat nodes that have not returned by now as suspect, for jobs with a witness."""
-    if transition.now < transition.state.rejoin_window_ends_at:  # more nodes came meanwhile
-        transition.schedule(transition.state.rejoin_window_ends_at, DeadlineKind.REJOIN_WINDOW, FLEET)
+    if transition.now < transition.state.rejoin_window.ends_at:  # more nodes came meanwhile
+        transition.schedule(transition.state.rejoin_window.ends_at, DeadlineKind.REJOIN_WINDOW, FLEET)
         return
-    for node in sorted(transition.state.unseen_nodes):
+    for node in sorted(transition.state.rejoin_window.unseen_nodes):
         regroup_with_evidence(transition, node)
 
 

@@ -71,7 +71,7 @@ def drop_job(transition: Transition, name: JobId, sentence: str) -> None:
     _close(state, name)
     for node in state.job_runtime[name].nodes:
         state.node_runtime[node].jobs.pop(name, None)
-    state.node_shortages.pop(name, None)
+    state.evictions.node_shortages.pop(name, None)
     del state.jobs[name], state.job_runtime[name]
     transition.delete_job(name)
 

@@ -209,13 +209,13 @@ def unfit_reason(state: FleetState, job: JobRecord, node: str, keep_seated: Coll
         return launcher.unusable_reason
     if record is None:
         return "its agent has not registered"
-    if node not in state.reachable_nodes:
+    if node not in state.liveness.reachable_nodes:
         return record.sentence or "it is out of reach"
     if state.node_runtime[node].disconnected_at is not None:
         return "its agent's connection is closed"
     seated = job.has_seat(node)
     running = seated and job.is_running
-    if not running and node in state.unseen_nodes:
+    if not running and node in state.rejoin_window.unseen_nodes:
         return "it has not contacted this controller since the controller started"
     stays = node in keep_seated or (running and record.state is NodeState.SUSPECT)
     if record.state is not NodeState.HEALTHY and not stays:

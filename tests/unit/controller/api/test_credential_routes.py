@@ -148,7 +148,7 @@ def test_wrong_secret_or_unknown_id_is_unauthenticated(client: TestClient) -> No
 def test_credentials_are_read_only_during_database_outage(application: InProcess, client: TestClient) -> None:
     issued = issue(client, wire.IssueViewer(subject="guest", reason="a visit"))
     assert application.controller is not None
-    application.controller.loop.state.database_outage = "it does not answer"
+    application.controller.loop.state.database.outage = "it does not answer"
     try:
         for path, body in (
             ("/v1/credentials", wire.IssueViewer(subject="guest", reason="a visit")),
@@ -158,4 +158,4 @@ def test_credentials_are_read_only_during_database_outage(application: InProcess
             assert refusal(post, client, path, body, op.ChangeResult).status == 503
         assert sees_status(client, issued.token) == 200
     finally:
-        application.controller.loop.state.database_outage = ""
+        application.controller.loop.state.database.outage = ""

@@ -97,7 +97,7 @@ def _action(fleet: CoreFleet, name: str, ok: bool) -> None:
 
 
 def _probe(fleet: CoreFleet, name: str, ok: bool) -> None:
-    if any(name in probe.nodes for probe in fleet.state.probes.values()):
+    if any(name in probe.nodes for probe in fleet.state.diagnostics.probes.values()):
         fleet.probe_result(name, ok)
 
 

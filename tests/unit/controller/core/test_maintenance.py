@@ -45,7 +45,7 @@ def test_foreign_cordon_is_never_lifted_and_ends_in_probation() -> None:
         fleet.order(OperatorAction.READMIT, node="n2")
     effects = _observe(fleet, "n2")
     assert fleet.node_state("n2") is NodeState.PROBATION
-    for node in next(iter(fleet.state.probes.values())).nodes:
+    for node in next(iter(fleet.state.diagnostics.probes.values())).nodes:
         fleet.probe_result(node)
     fleet.advance(4.0, *EVERYONE)
     assert fleet.node_state("n2") is NodeState.HEALTHY

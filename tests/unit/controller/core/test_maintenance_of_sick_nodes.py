@@ -176,7 +176,7 @@ def _readmitted_with(finding: Finding) -> CoreFleet:
 def _examined(fleet: CoreFleet) -> NodeState:
     """n3 passes its diagnostics, and all beat for as long as probation takes."""
     fleet.probe_result("n3")
-    fleet.probe_result(next(reversed(fleet.state.probes.values())).nodes[0])
+    fleet.probe_result(next(reversed(fleet.state.diagnostics.probes.values())).nodes[0])
     fleet.advance(fleet.policy.readmission.probation_heartbeats + 1.0, *EVERYONE)
     return fleet.node_state("n3")
 

@@ -37,7 +37,7 @@ def _lose(fleet: CoreFleet, *nodes: str) -> None:
     for node in nodes:
         fleet.disconnect(node)
     fleet.advance(
-        3.0, *(node for node in fleet.state.nodes if node in fleet.state.reachable_nodes and node not in nodes)
+        3.0, *(node for node in fleet.state.nodes if node in fleet.state.liveness.reachable_nodes and node not in nodes)
     )
     assert {fleet.node_state(node) for node in nodes} == {NodeState.LOST}
 
@@ -53,7 +53,7 @@ def _pass(fleet: CoreFleet, days: float) -> None:
     for _ in range(round(days * 4)):
         fleet.now += DAY / 4 - 30.0
         fleet.stop_controller(1.0)
-        fleet.advance(29.0, *(node for node in fleet.state.nodes if node in fleet.state.reachable_nodes))
+        fleet.advance(29.0, *(node for node in fleet.state.nodes if node in fleet.state.liveness.reachable_nodes))
 
 
 def _refused(fleet: CoreFleet, node: str) -> str:
@@ -90,7 +90,7 @@ def test_forget_refuses_node_under_probe() -> None:
     fleet.raise_finding("n4", xid())
     fleet.clear_finding("n4", xid().key)
     fleet.advance(2.5, *fleet.state.nodes)
-    partner = next(node for probe in fleet.state.probes.values() for node in probe.nodes if node != "n4")
+    partner = next(node for probe in fleet.state.diagnostics.probes.values() for node in probe.nodes if node != "n4")
     _lose(fleet, "n4")
     assert "a probe of n4 is running" in _refused(fleet, "n4"), partner
 
@@ -188,13 +188,13 @@ def _returns_through_probe(fleet: CoreFleet, node: str) -> None:
     assert [e.verdict.node for e in fleet.effects[before:] if isinstance(e, PutVerdict)] == [node]
     fleet.advance(3.0, *fleet.state.nodes)
     assert fleet.node_state(node) is NodeState.PROBATION
-    assert any(node in probe.nodes for probe in fleet.state.probes.values())
+    assert any(node in probe.nodes for probe in fleet.state.diagnostics.probes.values())
 
 
 def _lose_quarantined(fleet: CoreFleet, node: str) -> None:
     fleet.disconnect(node)
     fleet.advance(3.0, *(other for other in fleet.state.nodes if other != node))
-    assert node not in fleet.state.reachable_nodes
+    assert node not in fleet.state.liveness.reachable_nodes
 
 
 def test_forget_waits_for_the_database() -> None:
@@ -237,7 +237,7 @@ def test_retention_of_zero_is_disabled() -> None:
     _finish(fleet)
     _pass(fleet, 3.0)
     assert ("n4" in fleet.state.nodes, list(fleet.state.jobs)) == (True, ["job"])
-    assert not [kind for _, kind, _ in fleet.state.queued_deadlines if kind is DeadlineKind.RETENTION]
+    assert not [kind for _, kind, _ in fleet.state.deadline_queue.entries if kind is DeadlineKind.RETENTION]
 
 
 def test_ended_job_is_forgotten_after_its_age() -> None:

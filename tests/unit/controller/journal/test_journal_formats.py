@@ -14,12 +14,28 @@ import pytest
 from everstep.errors import MalformedMessage
 from everstep.wire.v1.training import AnyReport
 from everstep_controller.core.events import Event, ReportArrived
-from everstep_controller.journal.recorder import MAGIC, SegmentStart, read_segment, segments
+from everstep_controller.journal.recorder import (
+    MAGIC,
+    SegmentStart,
+    decode_state,
+    encode_state,
+    read_segment,
+    segments,
+)
 from everstep_controller.journal.replay import replay
 from tests.support.fleet.controllers import ControllerProcess
 from tests.support.fleet.fleet_with_faults import FleetWithFaults
 from tests.support.fleet.journaled_fleet import JournaledFleet, feed_every_event
 from tests.support.processes.fork_pool import ForkPool
+
+STORED_NAMES = """
+    policy fleet nodes jobs node_runtime job_runtime probes blame_cases no_partner_until recent_losses sightings
+    outbreaks deadlines queued_deadlines deadline_sequence reachable_nodes silent_nodes silence_counts silent_groups
+    correlated_silence correlated_silence_ended_at unseen_nodes rejoin_window_ends_at rejoin_window_latest_at
+    deferred_evictions node_shortages observer observer_lag_s observer_lag_at epoch database_outage
+    database_outage_since job_by_node ignored_counts audit_counts
+"""
+"""Names in the stored state, the same in all releases: one that does not know a name reads the default instead."""
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +74,18 @@ def beginning_of(segment: Path) -> SegmentStart:
 
 def test_journal_holds_every_kind_of_event_and_report(recorded: Path) -> None:
     assert every_kind() - kinds(recorded) == set()
+
+
+def test_state_is_stored_under_the_names_of_all_releases(tmp_path: Path) -> None:
+    fleet = JournaledFleet(tmp_path)
+    feed_every_event(fleet)
+    fleet.journal.close()
+    fleet.state.observer_lag.seconds, fleet.state.database.outage = 0.3, "the disk is full"
+    stored = encode_state(fleet.state)
+    assert sorted(msgspec.msgpack.decode(stored, strict=False)) == sorted(STORED_NAMES.split())
+    restored = decode_state(stored)
+    for name in set(fleet.state.__struct_fields__) - {"jobs"}:
+        assert getattr(restored, name) == getattr(fleet.state, name), name
 
 
 def test_newer_journal_format_is_refused_with_advice(recorded: Path, tmp_path: Path) -> None:

@@ -205,7 +205,7 @@ def test_failed_alert_post_is_retried(inbox: Inbox) -> None:
 def test_alerts_list_outage_breaker_and_paused_job(inbox: Inbox) -> None:
     fleet = CoreFleet()
     fleet.start(2, min_nodes=2)
-    fleet.state.fleet.breaker_reason, fleet.state.database_outage = "the budget is used up", "the disk is full"
+    fleet.state.fleet.breaker_reason, fleet.state.database.outage = "the budget is used up", "the disk is full"
     fleet.leave("n1")
     alerts = active_alerts(fleet.state, fleet.now)
     names = [alert.labels["alertname"] for alert in alerts]

@@ -157,7 +157,7 @@ def test_spill_assigns_shares_of_lost_node_to_replica_node() -> None:
     _answer(fleet, heir, order)
     fleet.disconnect("n4")
     fleet.advance(30, "n1", "n2", "n3")
-    assert "n4" not in fleet.state.reachable_nodes
+    assert "n4" not in fleet.state.liveness.reachable_nodes
     spilling = fleet.job().spills.pending
     assert spilling is not None
     assert "n4" not in spilling.writers

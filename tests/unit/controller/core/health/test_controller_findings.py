@@ -67,7 +67,7 @@ def test_straggler_eviction_is_deferred_then_dropped() -> None:
     assert _slow(fleet, 14) == [("n2", "defer_eviction")]
     assert fleet.state.nodes["n2"].health.deferred_eviction_key == SLOW
     fleet.train(24, {})
-    assert fleet.state.deferred_evictions == {}
+    assert fleet.state.evictions.deferred == {}
     assert fleet.node_state("n2") is NodeState.HEALTHY
 
 
@@ -100,7 +100,7 @@ def test_failing_partner_is_not_evicted_in_recommend_mode() -> None:
     fleet.raise_finding("n2", xid())
     fleet.clear_finding("n2", xid().key)
     fleet.advance(2.5, *fleet.state.nodes)
-    tried = next(probe for probe in fleet.state.probes.values() if probe.tested_node == "n2")
+    tried = next(probe for probe in fleet.state.diagnostics.probes.values() if probe.tested_node == "n2")
     partner = next(node for node in tried.nodes if node != "n2")
     decisions(fleet.finish_probe("n2", ok=False))
     decisions(fleet.finish_probe(partner, ok=False))
@@ -114,7 +114,7 @@ def test_second_divergent_node_is_deferred_by_job_budget() -> None:
     fleet.seal(4)
     fleet.seal(5, digests={0: "x", 1: "y"})
     for node in ("n1", "n2"):
-        name = next(name for name, probe in fleet.state.probes.items() if probe.tested_node == node)
+        name = next(name for name, probe in fleet.state.diagnostics.probes.items() if probe.tested_node == node)
         fleet.report(node, ProbeFinished(probe=name, ok=False, wrong_result=True, detail="a product came out wrong"))
     assert [decision for _, decision in decisions(fleet.effects)][-2:] == ["evict", "defer_eviction"]
     assert fleet.seats() == ["n3", "n2"]
@@ -130,7 +130,7 @@ def test_slow_link_node_is_readmitted_after_clear_time() -> None:
         )
     )
     fleet.feed(ProbeRequested(nodes=("n1", "n2"), actor="ada"))
-    name = next(iter(fleet.state.probes))
+    name = next(iter(fleet.state.diagnostics.probes))
     fleet.report("n1", ProbeFinished(probe=name, ok=True, rows=((1 << 20, 0.01, 4e8),)))
     decisions(fleet.finish_probe("n2", ok=True))
     assert decisions(fleet.finish_probe("n1", ok=False)) == [("n1", "evict")]
@@ -143,10 +143,10 @@ def test_slow_link_node_is_readmitted_after_clear_time() -> None:
 def _fail_diagnostics(fleet: CoreFleet, **answer: Any) -> None:
     """The node's next memory check comes to this end."""
     for _ in range(100):
-        if any(probe.tested_node == "n2" for probe in fleet.state.probes.values()):
+        if any(probe.tested_node == "n2" for probe in fleet.state.diagnostics.probes.values()):
             break
         fleet.advance(1.0, *fleet.state.nodes)
-    name = next(name for name, probe in fleet.state.probes.items() if probe.tested_node == "n2")
+    name = next(name for name, probe in fleet.state.diagnostics.probes.items() if probe.tested_node == "n2")
     fleet.report("n2", ProbeFinished(probe=name, ok=False, started=True, detail="no memory left", **answer))
 
 

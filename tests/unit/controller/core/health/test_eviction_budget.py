@@ -91,7 +91,7 @@ def test_breaker_allows_clearing_and_readmission() -> None:
     fleet.clear_finding("n2", _ill("n2").key)
     _sick(fleet, "n3")
     assert fleet.state.nodes["n3"].health.eviction_deferred_by == "fleet"
-    assert list(fleet.state.deferred_evictions["fleet"]) == ["n3"]
+    assert list(fleet.state.evictions.deferred["fleet"]) == ["n3"]
 
 
 def test_breaker_reset_judges_only_standing_findings() -> None:
@@ -102,7 +102,7 @@ def test_breaker_reset_judges_only_standing_findings() -> None:
     assert decisions(effects) == [("n3", "evict")]
     assert fleet.node_state("n2") is NodeState.HEALTHY
     assert fleet.state.fleet.breaker_reason != ""
-    assert list(fleet.state.deferred_evictions["fleet"]) == ["n4"]
+    assert list(fleet.state.evictions.deferred["fleet"]) == ["n4"]
 
 
 def test_required_nodes_are_deferred_individually() -> None:

@@ -119,7 +119,7 @@ def test_recovered_node_waits_for_pending_remediation() -> None:
     fleet = _reset_due()
     fleet.clear_finding("n2", _hung_gpu().key)
     fleet.advance(2.5, *EVERYONE)
-    for node in next(iter(fleet.state.probes.values())).nodes:
+    for node in next(iter(fleet.state.diagnostics.probes.values())).nodes:
         fleet.probe_result(node)
     fleet.advance(CorePolicy.lab_preset().remediation.timeout_s + 5.0, *EVERYONE)
     assert fleet.node_state("n2") is NodeState.PROBATION
@@ -156,7 +156,7 @@ def test_wrong_memory_probe_leads_to_reset_and_retry() -> None:
     fleet.state.nodes["n2"].quarantine.plan.required_diagnostics = (ProbeKind.MEMORY,)  # type: ignore[union-attr]
     fleet.pass_solo_diagnostics = False
     fleet.order(OperatorAction.READMIT, node="n2")
-    name = next(iter(fleet.state.probes))
+    name = next(iter(fleet.state.diagnostics.probes))
     fleet.report("n2", ProbeFinished(probe=name, ok=False, wrong_result=True, detail="3 words"))
     fleet.advance(1.5, *EVERYONE)
     assert _kinds(fleet.effects)[-1] == "reset_gpu"
@@ -225,9 +225,9 @@ def test_remediation_limit_of_fleet_delays_and_is_reported_once() -> None:
 def test_remediation_waits_for_database() -> None:
     fleet = _fleet()
     fleet.raise_finding("n2", _hung_gpu())
-    fleet.state.database_outage = "no route"
+    fleet.state.database.outage = "no route"
     assert _kinds(_leave_jobs(fleet)) == []
-    fleet.state.database_outage = ""
+    fleet.state.database.outage = ""
     fleet.advance(5.0, *EVERYONE)
 
 
@@ -244,7 +244,7 @@ def _on_probation(finding: Finding) -> CoreFleet:
 
 def _pass(fleet: CoreFleet) -> ProbeKind:
     """The node passes its current diagnostic."""
-    name, probe = next(iter(fleet.state.probes.items()))
+    name, probe = next(iter(fleet.state.diagnostics.probes.items()))
     for node in probe.nodes:
         fleet.report(node, ProbeFinished(probe=name, ok=True))
     return probe.kind
@@ -256,7 +256,7 @@ def test_probation_runs_the_required_diagnostics_repeatedly() -> None:
     fleet = _on_probation(ecc)
     fleet.advance(4.0, *EVERYONE)
     passed = []
-    while fleet.state.probes:
+    while fleet.state.diagnostics.probes:
         assert fleet.node_state("n2") is NodeState.PROBATION
         passed.append(_pass(fleet))
     assert passed == [ProbeKind.MEMORY, ProbeKind.COMPUTE, ProbeKind.ALL_REDUCE] * 2

@@ -49,7 +49,7 @@ def test_simultaneous_fault_of_all_nodes_evicts_none(nodes: int) -> None:
     fleet = _fleet(nodes)
     _hand_out(fleet, _names(nodes), xid())
     assert _out(fleet) == []
-    assert (_used(fleet), fleet.state.fleet.breaker_reason, fleet.state.deferred_evictions) == (0, "", {})
+    assert (_used(fleet), fleet.state.fleet.breaker_reason, fleet.state.evictions.deferred) == (0, "", {})
     assert len(logged_sentences(fleet.effects, "fleet.correlated_finding")) == 1
 
 
@@ -169,7 +169,7 @@ DAY_S = 86400.0
 
 
 def _is_in_outbreak(fleet: CoreFleet, node: str = "n0") -> bool:
-    return bool(fleet.state.outbreaks["gpu.lost"][node])
+    return bool(fleet.state.shared_findings.outbreaks["gpu.lost"][node])
 
 
 def _lost(number: int = 0) -> Finding:
@@ -244,7 +244,7 @@ def test_outbreak_ends_when_its_nodes_do_not_serve(order: OperatorAction, restar
         for node in NODES[4:]:
             fleet.beat(node)
     assert decisions(fleet.raise_finding("n50", _lost())) == [("n50", "evict")]
-    assert fleet.state.outbreaks == {}
+    assert fleet.state.shared_findings.outbreaks == {}
 
 
 def test_node_leaves_outbreak_when_finding_clears() -> None:

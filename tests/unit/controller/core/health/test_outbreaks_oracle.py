@@ -191,14 +191,14 @@ def test_outbreak_detection_matches_full_history_model(
             elif act in ("goes", "comes"):
                 state.nodes[node].liveness.reachable = act == "comes"
             elif act in ("show", "ask"):
-                before = outbreaks.signature(finding) in state.outbreaks
+                before = outbreaks.signature(finding) in state.shared_findings.outbreaks
                 correlated, new, logged = _judge(state, rule, now, node, finding, anew=act == "show")
                 assert [correlated, new] == expected
                 after = kinds[finding.key].on
                 assert logged == ([] if before == after else [BEGAN if after else OVER]), (
                     "begin and end are recorded once"
                 )
-            assert set(state.outbreaks) == {
+            assert set(state.shared_findings.outbreaks) == {
                 outbreaks.signature(xid(n)) for n in XIDS if kinds.get(xid(n).key, _Kind()).on
             }
             for other in named:

@@ -35,7 +35,7 @@ def _released(fleet: CoreFleet, *, min_nodes: int = 4, spares: int = 1) -> CoreF
 
 def _fail_with_two(fleet: CoreFleet) -> list[Effect]:
     """The all-reduce of n2 fails with one partner, and again with a partner that is known to be good."""
-    partner = next(p.nodes[0] for p in fleet.state.probes.values() if p.tested_node == "n2")
+    partner = next(p.nodes[0] for p in fleet.state.diagnostics.probes.values() if p.tested_node == "n2")
     fleet.finish_probe("n2", ok=False)
     fleet.finish_probe(partner, ok=True)
     return fleet.finish_probe("n2", ok=False)
@@ -72,14 +72,14 @@ def _awaiting_compute_probe(**knobs: Any) -> CoreFleet:
 
 
 def _finish_solo_probe(fleet: CoreFleet, *, ok: bool = False, wrong: bool = False) -> list[tuple[str, str]]:
-    name = next(name for name, probe in fleet.state.probes.items() if probe.nodes == ("n2",))
+    name = next(name for name, probe in fleet.state.diagnostics.probes.items() if probe.nodes == ("n2",))
     return decisions(
         fleet.report("n2", ProbeFinished(probe=name, ok=ok, started=True, wrong_result=wrong, detail="no CUDA device"))
     )
 
 
 def _is_probed(fleet: CoreFleet) -> bool:
-    return any(probe.nodes == ("n2",) for probe in fleet.state.probes.values())
+    return any(probe.nodes == ("n2",) for probe in fleet.state.diagnostics.probes.values())
 
 
 def test_failed_diagnostic_is_retried_with_doubling_wait() -> None:
@@ -132,7 +132,9 @@ def test_proven_probe_failure_respects_eviction_deferral(knobs: dict[str, Any], 
     assert fleet.state.nodes["n2"].health.eviction_deferred_by == held_by
     _stays(fleet)
     fleet.advance(1.0, *everyone)
-    assert not [p for p in fleet.state.probes.values() if p.tested_node == "n2"], "the next probe comes after a wait"
+    assert not [p for p in fleet.state.diagnostics.probes.values() if p.tested_node == "n2"], (
+        "the next probe comes after a wait"
+    )
     fleet.advance(3.0, *everyone)
     fleet.finish_probe("n2", ok=True)
     fleet.advance(2.0, *everyone)

@@ -24,13 +24,13 @@ def _fleet(nodes: int = 6, spares: int = 0) -> CoreFleet:
 
 def _probe_of(fleet: CoreFleet, suspect: str) -> tuple[str, str]:
     """The name of the running probe of the suspect, and its partner."""
-    name, probe = next((n, p) for n, p in fleet.state.probes.items() if p.tested_node == suspect)
+    name, probe = next((n, p) for n, p in fleet.state.diagnostics.probes.items() if p.tested_node == suspect)
     return name, next(node for node in probe.nodes if node != suspect)
 
 
 def _finish(fleet: CoreFleet, node: str, name: str, **fields: Any) -> list[tuple[str, str]]:
     before = len(fleet.effects)
-    if name in fleet.state.probes:
+    if name in fleet.state.diagnostics.probes:
         fleet.report(node, ProbeFinished(probe=name, **fields))
     return decisions(fleet.effects[before:])
 
@@ -103,7 +103,7 @@ def test_unable_partner_of_returning_node_is_no_suspect() -> None:
     _return(fleet, "n2")
     name, partner = _probe_of(fleet, "n2")
     assert _finish(fleet, partner, name, ok=False, detail=NO_TORCH) == []
-    assert [probe.tested_node for probe in fleet.state.probes.values()] == ["n2"]
+    assert [probe.tested_node for probe in fleet.state.diagnostics.probes.values()] == ["n2"]
     assert _probe_of(fleet, "n2")[1] != partner
     assert _pass(fleet, "n2") == []
     verdicts = decisions(fleet.advance(30.0, *fleet.state.nodes))
@@ -116,9 +116,9 @@ def test_returning_node_unable_to_probe_gets_no_offence(alone: bool) -> None:
     fleet.pass_solo_diagnostics = not alone
     _return(fleet, "n2")
     offences, before = fleet.state.nodes["n2"].history.offence_score, len(fleet.effects)
-    name = next(name for name, probe in fleet.state.probes.items() if probe.tested_node == "n2")
+    name = next(name for name, probe in fleet.state.diagnostics.probes.items() if probe.tested_node == "n2")
     assert _finish(fleet, "n2", name, ok=False, detail=NO_TORCH) == [("n2", "quarantine")]
-    assert fleet.state.probes == {}
+    assert fleet.state.diagnostics.probes == {}
     assert fleet.state.nodes["n2"].history.offence_score == offences
     assert NO_TORCH in logged_sentences(fleet.effects[before:], "verdict.quarantine")[0]
 
@@ -129,7 +129,7 @@ def test_fleet_unable_to_probe_evicts_no_node() -> None:
     _return(fleet, "n2")
     before = len(fleet.effects)
     for _ in range(60):
-        for name, probe in list(fleet.state.probes.items()):
+        for name, probe in list(fleet.state.diagnostics.probes.items()):
             for node in probe.nodes:
                 _finish(fleet, node, name, ok=False, detail=NO_TORCH)
         fleet.advance(10.0, *fleet.state.nodes)

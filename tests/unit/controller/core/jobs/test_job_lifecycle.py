@@ -127,7 +127,7 @@ def test_stale_launcher_offer_is_ignored() -> None:
     fleet.launchers["job", "n1"] = 0
     fleet.join("n1", min_nodes=1, max_nodes=1, nproc_per_node=1)
     assert fleet.job().spec == now_asked
-    assert fleet.state.ignored_counts["launcher_joined.stale"] == 1
+    assert fleet.state.counts.ignored["launcher_joined.stale"] == 1
 
 
 def test_stale_launcher_offer_with_other_shape_stops_no_job() -> None:

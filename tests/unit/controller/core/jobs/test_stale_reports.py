@@ -82,9 +82,9 @@ def _known(state: FleetState) -> dict[str, object]:
         live_nodes,
         state.jobs,
         state.job_runtime,
-        state.probes,
-        state.blame_cases,
-        state.queued_deadlines,
+        state.diagnostics.probes,
+        state.diagnostics.blame_cases,
+        state.deadline_queue.entries,
     )
     return {str(place): copy.deepcopy(part) for place, part in enumerate(parts)}
 

@@ -117,7 +117,7 @@ def test_node_that_fails_known_work_after_a_tie_is_evicted() -> None:
     fleet.pass_solo_diagnostics = False
     first = _commit(fleet)
     fleet.audit(0, 40, "a", "a", "b")
-    probes = {probe.tested_node: name for name, probe in fleet.state.probes.items()}
+    probes = {probe.tested_node: name for name, probe in fleet.state.diagnostics.probes.items()}
     fleet.report("n1", ProbeFinished(probe=probes["n1"], ok=True))
     effects = fleet.report("n2", ProbeFinished(probe=probes["n2"], ok=False, wrong_result=True, detail="wrong"))
     assert ("n2", "evict") in decisions(effects)
@@ -258,8 +258,8 @@ def test_rank_states_only_its_own_results() -> None:
     fleet.state_result(1, 2, 40, role=AuditRole.OWNER, **words)  # in the role of the owner
     fleet.state_result(2, 2, 40, role=AuditRole.PEER, **words)  # about its own result
     assert not fleet.state.job_runtime["job"].audits.cases
-    assert fleet.state.ignored_counts["audit_statement.not_a_member"] == 1
-    assert fleet.state.ignored_counts["audit_statement.wrong_role"] == 2
+    assert fleet.state.counts.ignored["audit_statement.not_a_member"] == 1
+    assert fleet.state.counts.ignored["audit_statement.wrong_role"] == 2
 
 
 def test_late_and_repeated_statements_change_nothing() -> None:
@@ -269,7 +269,7 @@ def test_late_and_repeated_statements_change_nothing() -> None:
     fleet.audit(2, 40, *BAD)
     assert fleet.audit(2, 40, *BAD, spec=spec, settle=False) == []
     assert fleet.audit(1, 41, *BAD, spec=spec, settle=False) == []
-    assert fleet.state.ignored_counts["audit_statement.stale"] == 6
+    assert fleet.state.counts.ignored["audit_statement.stale"] == 6
 
 
 def test_cases_of_a_job_are_bounded() -> None:
@@ -277,7 +277,7 @@ def test_cases_of_a_job_are_bounded() -> None:
     for unit in range(MAX_CASES + 3):
         fleet.state_result(3, 2, 40, digest="x", unit=f"layer {unit}")
     assert len(fleet.state.job_runtime["job"].audits.cases) == MAX_CASES
-    assert fleet.state.ignored_counts["audit_statement.surplus"] == 3
+    assert fleet.state.counts.ignored["audit_statement.surplus"] == 3
 
 
 def test_version_is_verified_once_all_ranks_audited_since() -> None:

@@ -23,7 +23,10 @@ def _fleet(nodes: int = 4, **more: int) -> CoreFleet:
 
 def _pairs(fleet: CoreFleet) -> dict[str, str]:
     """Return the probe partner of each suspect."""
-    return {str(p.tested_node): next(n for n in p.nodes if n != p.tested_node) for p in fleet.state.probes.values()}
+    return {
+        str(p.tested_node): next(n for n in p.nodes if n != p.tested_node)
+        for p in fleet.state.diagnostics.probes.values()
+    }
 
 
 @pytest.mark.promise("blame-isolation")
@@ -47,7 +50,7 @@ def test_suspect_failing_with_good_partner_is_evicted(bad: set[str], evicted: se
         verdict for suspect in ("n1", "n2") for verdict in decisions(fleet.finish_probe(suspect, ok=suspect not in bad))
     ]
     assert {node for node, decision in decided if decision == "evict"} == evicted
-    assert fleet.state.blame_cases == {}
+    assert fleet.state.diagnostics.blame_cases == {}
     if not bad:
         assert (
             "the link between n1 and n2 is suspected"
@@ -72,7 +75,7 @@ def test_unanswered_probe_evicts_no_node() -> None:
     decided = decisions(fleet.advance(100.0, "n1", "n2", "n3", "n4"))
     assert ("n1", "recommend") in decided
     assert not [node for node, decision in decided if decision == "evict"]
-    assert fleet.state.blame_cases == {}
+    assert fleet.state.diagnostics.blame_cases == {}
 
 
 def test_sick_partner_is_replaced_without_conclusion() -> None:
@@ -110,7 +113,7 @@ def test_lost_suspect_closes_the_case() -> None:
     fleet.advance(2.0, first, "n3")
     assert fleet.node_state(other) is NodeState.LOST
     fleet.finish_probe(first, ok=True)
-    assert fleet.state.blame_cases == {}
+    assert fleet.state.diagnostics.blame_cases == {}
 
 
 @pytest.mark.parametrize("bad", [{"n1"}, set()])
@@ -119,7 +122,7 @@ def test_slow_operator_probe_opens_a_case(bad: set[str]) -> None:
     fleet.start(4)
     fleet.advance(301.0, "n1", "n2", "n3", "n4")
     fleet.feed(ProbeRequested(nodes=("n1", "n2"), actor="ada"))
-    name = next(iter(fleet.state.probes))
+    name = next(iter(fleet.state.diagnostics.probes))
     fleet.report("n1", ProbeFinished(probe=name, ok=True, rows=((1 << 20, 0.01, 4e8),)))
     assert set(_pairs(fleet)) == {"n1", "n2"}
     assert set(_pairs(fleet).values()) == {"n3", "n4"}
@@ -145,7 +148,7 @@ def _tied(**more: int) -> CoreFleet:
 
 
 def _computed(fleet: CoreFleet, node: str, *, ok: bool = True, wrong: bool = False) -> list[tuple[str, str]]:
-    name = next(n for n, p in fleet.state.probes.items() if p.nodes == (node,))
+    name = next(n for n, p in fleet.state.diagnostics.probes.items() if p.nodes == (node,))
     return decisions(fleet.report(node, ProbeFinished(probe=name, ok=ok, wrong_result=wrong, detail="first at [3, 7]")))
 
 
@@ -163,7 +166,7 @@ def test_ties_during_compute_probes_count_once() -> None:
         fleet.seal(step, digests={0: "x", 1: "y"})
         fleet.resume(step=step)
     assert fleet.job_state() is JobState.RUNNING
-    assert len(fleet.state.blame_cases) == 1
+    assert len(fleet.state.diagnostics.blame_cases) == 1
 
 
 @pytest.mark.parametrize("over", [True, False])
@@ -192,7 +195,9 @@ def test_wrong_diagnostic_result_raises_matching_finding(wrong: ProbeKind, found
     fleet.clear_finding("n2", xid().key)
     fleet.advance(30.0, "n1", "n2", "n3", "n4")
     while fleet.node_state("n2") is NodeState.PROBATION:
-        name, probe = next((name, probe) for name, probe in fleet.state.probes.items() if probe.nodes == ("n2",))
+        name, probe = next(
+            (name, probe) for name, probe in fleet.state.diagnostics.probes.items() if probe.nodes == ("n2",)
+        )
         bad = probe.kind is wrong
         fleet.report(
             "n2", ProbeFinished(probe=name, ok=not bad, wrong_result=bad, started=True, detail="first at [3, 7]")

@@ -53,7 +53,7 @@ def test_half_of_all_nodes_at_once_are_not_blamed(ranks: tuple[int, ...]) -> Non
     assert "layers.3" in sentence
     assert LIKELY_CAUSES[AuditKind.MATMUL] in sentence
     assert fleet.job().audits.off == {AuditKind.MATMUL: sentence}
-    assert fleet.state.audit_counts == {(AuditKind.MATMUL, "program"): len(ranks)}
+    assert fleet.state.counts.audits == {(AuditKind.MATMUL, "program"): len(ranks)}
 
 
 def test_one_of_four_nodes_gets_a_strike() -> None:
@@ -180,7 +180,7 @@ def test_audit_that_is_off_is_not_judged() -> None:
     before = len(fleet.effects)
     fleet.audit(3, 60, "a", "b", settle=False, **OWN)
     assert not fleet.state.job_runtime["job"].audits.cases
-    assert fleet.state.ignored_counts["audit_statement.audit_is_off"] == 1
+    assert fleet.state.counts.ignored["audit_statement.audit_is_off"] == 1
     assert not [effect for effect in fleet.effects[before:] if isinstance(effect, AppendToEventLog)]
     assert decisions(_contradict(fleet, 3, audit=AuditKind.UPDATE)) == [("n4", "no_action")], "others go on"
 

@@ -61,7 +61,14 @@ def test_verdict_names_rule_count_step_and_clear_condition() -> None:
 def _records(fleet: CoreFleet) -> bytes:
     state = fleet.state
     return msgspec.json.encode(
-        (state.fleet, state.nodes, state.jobs, state.sightings, state.outbreaks, state.deadlines)
+        (
+            state.fleet,
+            state.nodes,
+            state.jobs,
+            state.shared_findings.sightings,
+            state.shared_findings.outbreaks,
+            state.deadline_queue.heap,
+        )
     )
 
 
@@ -85,7 +92,7 @@ def test_judgement_names_deferral_and_changes_nothing() -> None:
     assert judged.response is Response.EVICT
     assert isinstance(judged.deferred_by, Deferral)
     assert "job job needs 2 nodes and 1 would be left" in judged.deferred_by.reason
-    assert not fleet.state.deferred_evictions
+    assert not fleet.state.evictions.deferred
 
 
 def test_judgement_of_exceeded_budget_trips_no_breaker() -> None:
@@ -348,5 +355,5 @@ def test_invented_findings_use_bounded_memory() -> None:
     for number in range(1000, 1700):
         fleet.raise_finding("n2", xid(number))
         fleet.raise_finding("n3", xid(number))
-    assert len(fleet.state.sightings) <= 512
+    assert len(fleet.state.shared_findings.sightings) <= 512
     assert len(fleet.state.node_runtime["n2"].finding_bursts) == 1

@@ -32,14 +32,14 @@ def _fleet(mode: Mode = Mode.RECOMMEND, nodes: int = 8, **knobs: Any) -> CoreFle
 
 
 def _others(fleet: CoreFleet, *nodes: str) -> list[str]:
-    return [node for node in fleet.state.nodes if node not in nodes and node in fleet.state.reachable_nodes]
+    return [node for node in fleet.state.nodes if node not in nodes and node in fleet.state.liveness.reachable_nodes]
 
 
 def _lose(fleet: CoreFleet, node: str) -> None:
     """Close the node's connection, and let the time for its return pass."""
     fleet.disconnect(node)
     fleet.advance(2.5, *_others(fleet, node))
-    assert node not in fleet.state.reachable_nodes
+    assert node not in fleet.state.liveness.reachable_nodes
 
 
 def _come_back(fleet: CoreFleet, node: str) -> None:

@@ -56,7 +56,7 @@ def test_peer_loss_outside_the_job_is_ignored() -> None:
     fleet.lose_peer("n1", "n9")
     fleet.lose_peer("n1", "n1")
     fleet.lose_peer("n1", "n77")
-    assert fleet.state.ignored_counts["peer_connection_lost.not_a_member"] == 3
+    assert fleet.state.counts.ignored["peer_connection_lost.not_a_member"] == 3
 
 
 def test_earlier_reports_do_not_blame_a_restarted_node() -> None:
