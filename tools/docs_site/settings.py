@@ -6,6 +6,7 @@ Defaults, types and descriptions come from the structs and from the string liter
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from everstep.settings import Program, field_docs
+from everstep.settings import Program, SettingsPart, field_docs
 from everstep_agent import config as agent_config
 from everstep_controller import config as controller_config
 from everstep_controller.core.policy import CorePolicy
@@ -32,12 +33,12 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def settings_of(struct: type[msgspec.Struct]) -> list[Setting]:
-    """Return a struct's own fields in the order of the source."""
+    """Return a struct's own fields, and those of its parts, in the order of the source."""
     source = textwrap.dedent(inspect.getsource(struct))
     (definition,) = ast.parse(source).body
     assert isinstance(definition, ast.ClassDef)
     lines, found, group = source.splitlines(), [], ""
-    docs = field_docs(struct)
+    docs, types = field_docs(struct), {field.name: field.type for field in msgspec.structs.fields(struct)}
     for node in definition.body:
         if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
             continue
@@ -45,6 +46,9 @@ def settings_of(struct: type[msgspec.Struct]) -> list[Setting]:
         if above.startswith("# "):
             group = above[2:].strip().capitalize()
         name = node.target.id
+        if isinstance(types[name], type) and issubclass(types[name], SettingsPart):
+            found += settings_of(types[name])
+            continue
         found.append(
             Setting(
                 name=name,
@@ -86,10 +90,10 @@ def _entry(setting: Setting, heading: str, names: Callable[[str], list[tuple[str
 
 def _names(program: Program, *above: str) -> Callable[[str], list[tuple[str, str]]]:
     """Return a function that gives the flag and the variable of a field, by the names of the structs ``above`` it."""
-    by_path = {setting.path: setting for setting in program.settings.values()}
+    by_field = {(*setting.key.split(".")[:-1], setting.path[-1]): setting for setting in program.settings.values()}
 
     def names(field: str) -> list[tuple[str, str]]:
-        setting = by_path[(*above, field)]
+        setting = by_field[(*above, field)]
         return [("Flag", code(setting.flag)), ("Variable", code(program.variable(setting.name)))]
 
     return names
@@ -132,12 +136,12 @@ def controller_page() -> str:
     settings = [setting for setting in settings_of(kind) if setting.name not in elsewhere]
     page = _page("Controller settings", introduction, settings, _names(controller_config.PROGRAM))
     own = [setting.name for setting in settings if setting.name != "preset"]
-    lab, default = kind.from_preset("lab"), kind()
-    return (
-        page
-        + _login_section()
-        + _changed({name: getattr(lab, name) for name in own}, {name: getattr(default, name) for name in own})
-    )
+    return page + _login_section() + _changed(_values(kind.from_preset("lab"), own), _values(kind(), own))
+
+
+def _values(settings: controller_config.ControllerSettings, names: list[str]) -> dict[str, Any]:
+    known = controller_config.PROGRAM.settings
+    return {name: functools.reduce(getattr, known[name].path, settings) for name in names}
 
 
 def _login_section() -> str:
