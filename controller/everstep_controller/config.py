@@ -15,7 +15,7 @@ from everstep import oidc
 from everstep.bearer_tokens import TokenRole, check_secret, split_secrets
 from everstep.errors import ConfigurationError
 from everstep.ids import split_address
-from everstep.settings import Program
+from everstep.settings import Program, SettingsPart, with_values
 from everstep.vocabulary import Mode
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.policy.rulebook import override_rules, read_rules, shipped_rulebook
@@ -121,12 +121,15 @@ class OidcSettings(msgspec.Struct, frozen=True, kw_only=True):
 _LOGIN_ROLES = (TokenRole.VIEWER, TokenRole.OPERATOR)
 
 
-class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of one controller. Settings of the decision core are in ``policy``."""
+def _invalid_urls(settings: SettingsPart, *names: str) -> Iterator[str]:
+    for name in names:
+        if (value := getattr(settings, name)) and not is_http_url(value):
+            yield f"{name} must be http or https, with a host, not {value!r}"
 
-    preset: Literal["production", "lab"] = "production"
-    """Preset that supplies defaults: ``production`` for a fleet, ``lab`` for one machine and demonstrations, where
-    everything happens within seconds."""
+
+class ListenSettings(SettingsPart, frozen=True, kw_only=True):
+    """Addresses that the controller serves on."""
+
     listen: str = "127.0.0.1:7700"
     """``host:port`` to serve on. The default is loopback; use TLS before you serve other machines.
     Port 0 takes any free port, which the ready file names."""
@@ -134,14 +137,47 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """``host:port`` of a second listener for the same routes, meant for people, dashboards and health checks. Its
     requests do not queue behind agents. On the first listener, a whole fleet that reconnects goes first, at 0.2 ms
     per agent. Empty: no second listener."""
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """Host and port to listen on; port 0 means any free port."""
+        return _address(self.listen)
+
+    @property
+    def operators_address(self) -> tuple[str, int] | None:
+        """Host and port of the second listener, or None."""
+        return _address(self.operators_listen) if self.operators_listen else None
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield a message for each value that is invalid or contradicts another."""
+        for name in ("listen", "operators_listen"):
+            try:
+                _address(getattr(self, name) or self.listen)
+            except ValueError as error:
+                yield f"{name}: {error}"
+
+
+class StorageSettings(SettingsPart, frozen=True, kw_only=True):
+    """The database that keeps the state."""
+
     database: str = "sqlite:///everstep-controller.db"
     """URL of the database: ``sqlite:///PATH`` for one machine, ``postgresql://...`` for a fleet."""
     database_password_file: str = ""
     """File with PostgreSQL's password, readable by its owner only. It keeps the password out of command lines. Empty:
     the password is in ``database``, or none is needed."""
-    secret_file: str = ""
-    """File with the fleet's secret, readable by its owner only. Anybody with the secret can mint any token. The file
-    may hold several secrets, one per line: the first mints tokens, all verify them. It is reread when it changes."""
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield a message for each value that is invalid or contradicts another."""
+        url = urlsplit(self.database)
+        if self.database_password_file and (url.scheme.startswith("sqlite") or not url.username):
+            yield "database_password_file needs a database of the form postgresql://USER@HOST/NAME"
+        if self.database_password_file and url.password:
+            yield "database and database_password_file both contain a password: remove it from the URL of the database"
+
+
+class ProcessSettings(SettingsPart, frozen=True, kw_only=True):
+    """Start, name and end of the controller's process."""
+
     ready_file: str = ""
     """File written once requests are served: JSON with ``pid`` and ``address``. Empty: none."""
     migrate: bool = True
@@ -153,6 +189,11 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """End when the parent process ends: for tests, demonstrations and private controllers."""
     name: str = ""
     """Name of this controller, shown to agents and in the lease. It must be unique. Empty: the advertised address."""
+
+
+class TlsSettings(SettingsPart, frozen=True, kw_only=True):
+    """Encryption of all routes, and client certificates."""
+
     tls_certificate: str = ""
     """PEM file of the server's certificate chain. With ``tls_key``, all routes use HTTPS."""
     tls_key: str = ""
@@ -161,6 +202,18 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """PEM file of the authorities that sign client certificates. A certificate that names
     ``everstep://agent/NODE``, ``everstep://operator/NAME`` or ``everstep://viewer/NAME`` replaces a token. Clients with
     a token need no certificate. Empty: client certificates are ignored."""
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield a message for each value that is invalid or contradicts another."""
+        if bool(self.tls_certificate) != bool(self.tls_key):
+            yield "give tls_certificate and tls_key together, or neither"
+        if self.tls_client_ca and not self.tls_certificate:
+            yield "tls_client_ca needs tls_certificate and tls_key: clients send certificates over TLS only"
+
+
+class RequestLimitSettings(SettingsPart, frozen=True, kw_only=True):
+    """Limits of what one client may ask for."""
+
     agent_requests_per_s: float = 400.0
     """Requests per second, or session frames per second, allowed for one agent. An agent normally needs two, and one
     more for each of up to 200 reports per second in a storm. A faulty agent at this rate costs a few per cent of a
@@ -185,8 +238,27 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Share of the event loop's time that such responses may take while heartbeats and reports of agents wait. After
     each slice of a response, agents get the loop for as long as the share demands. Larger values answer people sooner
     under heavy reading, and agents later."""
-    heartbeat_interval_s: float = 1.0
-    """Seconds between an agent's heartbeats. Shorter finds silence sooner; 12,500 nodes at 1 s cost under one core."""
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield a message for each value that is invalid or contradicts another."""
+        rates = (self.agent_requests_per_s, self.agent_reports_per_s, self.requests_per_s)
+        burst = self.request_burst_s * min(self.agent_requests_per_s, self.requests_per_s)
+        if min(*rates, self.failed_authentications_per_s) <= 0 or burst < 1:
+            yield (
+                "agent_requests_per_s, agent_reports_per_s, requests_per_s and failed_authentications_per_s must be "
+                "positive, and request_burst_s long enough for one request"
+            )
+        limits = (self.max_concurrent_requests, self.max_unsent_answer_bytes)
+        if min(limits) < 1 or not 0 < self.operator_event_loop_share <= 1:
+            yield (
+                "max_concurrent_requests and max_unsent_answer_bytes must be at least 1, and "
+                "operator_event_loop_share more than 0 and at most 1"
+            )
+
+
+class TransactionSettings(SettingsPart, frozen=True, kw_only=True):
+    """Transactions that decide and store, and what waits for them."""
+
     max_commit_batch: int = 256
     """Maximum requests in one transaction. Larger raises throughput in a storm, and delays a batch's first."""
     queue_limit: int = 20_000
@@ -197,6 +269,20 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     outage_buffer_bytes: int = 64 << 20
     """Approximate bytes of decisions kept in memory while the database is unavailable. Beyond this limit, agents are
     asked to retry and keep their spools. A regroup of 1,000 ranks takes some 100 KiB."""
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield a message for each value that is invalid or contradicts another."""
+        if self.max_commit_batch < 1 or self.queue_limit < 1:
+            yield "max_commit_batch and queue_limit must be at least 1"
+        if self.commit_timeout_s <= 0:
+            yield "commit_timeout_s must be positive"
+        if self.outage_buffer_bytes < 1 << 20:
+            yield "outage_buffer_bytes must be at least 1048576"
+
+
+class ClockSettings(SettingsPart, frozen=True, kw_only=True):
+    """Trust in the machine's clock at the start."""
+
     max_clock_ahead_days: float = 7.0
     """Days that the machine's clock may be ahead of the database's newest time at start; beyond that the start is
     refused. A clock that is months ahead would expire credentials and delete history. A running controller records the
@@ -204,6 +290,16 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     trust_clock: bool = False
     """Trust the machine's clock at this start, however far it differs from the database's newest time. If the database
     is ahead, its times are set back. Use it for one start only, after an earlier start with a wrong clock."""
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield a message for each value that is invalid or contradicts another."""
+        if self.max_clock_ahead_days < 0:
+            yield "max_clock_ahead_days must not be negative; 0 accepts any clock"
+
+
+class RetentionSettings(SettingsPart, frozen=True, kw_only=True):
+    """How much history is written and kept."""
+
     retention_days: float = 90.0
     """Days for which the event log, verdicts, and closed findings and remediations are kept. Records needed for
     a start, and each node's newest verdict, are kept at any age."""
@@ -223,6 +319,22 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     ``retention_max_events`` in seven months."""
     retention_generations_per_job: int = 1000
     """Maximum rosters kept per job, a few KiB each, or up to some MiB in a fleet of 10,000 nodes."""
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield a message for each value that is invalid or contradicts another."""
+        rows = (self.retention_max_events, self.retention_max_events_by_people, self.retention_max_history_rows)
+        if self.retention_days <= 0 or min(rows) < 1000 or self.retention_generations_per_job < 16:
+            yield (
+                "retention_days must be positive, retention_max_events, retention_max_events_by_people and "
+                "retention_max_history_rows at least 1000, retention_generations_per_job at least 16"
+            )
+        if self.events_per_node_burst < 1 or self.events_per_node_per_s <= 0:
+            yield "events_per_node_burst must be at least 1 and events_per_node_per_s positive"
+
+
+class LeadershipSettings(SettingsPart, frozen=True, kw_only=True):
+    """How controllers take over from each other, and how one ends."""
+
     lease_s: float = 5.0
     """Seconds that a leader's lease lasts without renewal, over PostgreSQL. After that time another controller replaces
     a leader that is paused or cut off from the database; a leader that died is replaced at once. Shorter replaces
@@ -237,6 +349,26 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """``host:port`` by which others reach this controller; standbys announce it. Empty: the address served."""
     stop_grace_s: float = 0.5
     """Seconds that running requests may take after the controller is asked to stop."""
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield a message for each value that is invalid or contradicts another."""
+        if not 0.2 <= self.lease_renew_s <= self.lease_s / 3:
+            yield (
+                f"lease_renew_s ({self.lease_renew_s}) must be at least 0.2 and at most a third of lease_s "
+                f"({self.lease_s}), so that one renewal may fail"
+            )
+        if 0 != self.resign_after_s < self.lease_s:
+            yield (
+                f"resign_after_s ({self.resign_after_s}) must be 0, or at least lease_s ({self.lease_s}): nodes need "
+                "time to find a new leader"
+            )
+        if self.stop_grace_s < 0:
+            yield "stop_grace_s must not be negative"
+
+
+class RemediationSettings(SettingsPart, frozen=True, kw_only=True):
+    """The system that drains, reboots and repairs nodes."""
+
     remediation_backend: Literal["dry_run", "webhook", "slurm", "kubernetes"] = "dry_run"
     """Backend that drains nodes, reboots them and hands them to repair: ``dry_run`` only logs each action, ``webhook``
     posts to ``webhook_url``, ``slurm`` calls ``scontrol``, ``kubernetes`` calls its API."""
@@ -252,6 +384,18 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Kubeconfig file for reaching Kubernetes. Empty: the service account of the controller's pod."""
     kubernetes_evict_pods: bool = False
     """Evict a cordoned node's pods. Off: the pods' owners see the taint and decide."""
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield a message for each value that is invalid or contradicts another."""
+        webhook = self.remediation_backend == "webhook"
+        if webhook != bool(self.webhook_url) or webhook != bool(self.webhook_secret_file):
+            yield "give remediation_backend = webhook, webhook_url and webhook_secret_file together, or none of them"
+        yield from _invalid_urls(self, "webhook_url")
+
+
+class NotificationSettings(SettingsPart, frozen=True, kw_only=True):
+    """What is sent to the site's own systems: alerts and traces."""
+
     alert_url: str = ""
     """URL to which alerts are posted, in the format of Alertmanager's webhooks. Empty: none."""
     alert_token_file: str = ""
@@ -262,6 +406,17 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     otlp_endpoint: str = ""
     """URL to which each recovery is posted as one OpenTelemetry trace, by OTLP over HTTP, such as
     ``http://collector:4318/v1/traces``. It needs the packages of ``everstep[otel]``. Empty: none."""
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield a message for each value that is invalid or contradicts another."""
+        if self.alert_token_file and not self.alert_url:
+            yield "alert_token_file needs alert_url"
+        yield from _invalid_urls(self, "alert_url", "docs_url", "otlp_endpoint")
+
+
+class JournalSettings(SettingsPart, frozen=True, kw_only=True):
+    """The journal of events and decisions."""
+
     journal_dir: str = ""
     """Directory for the journal of events and decisions, used to replay incidents and to try policy changes on the
     past. Empty: no journal."""
@@ -270,6 +425,36 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     day."""
     journal_days: float = 8.0
     """Days of journal to keep: by default a week, and the day being written."""
+
+    def contradictions(self) -> Iterator[str]:
+        """Yield a message for each value that is invalid or contradicts another."""
+        if self.journal_bytes < 1 or self.journal_days <= 0:
+            yield "journal_bytes and journal_days must be positive; omit journal_dir to keep no journal"
+
+
+class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings of one controller. Settings of the decision core are in ``policy``."""
+
+    preset: Literal["production", "lab"] = "production"
+    """Preset that supplies defaults: ``production`` for a fleet, ``lab`` for one machine and demonstrations, where
+    everything happens within seconds."""
+    listeners: ListenSettings = ListenSettings()
+    storage: StorageSettings = StorageSettings()
+    secret_file: str = ""
+    """File with the fleet's secret, readable by its owner only. Anybody with the secret can mint any token. The file
+    may hold several secrets, one per line: the first mints tokens, all verify them. It is reread when it changes."""
+    process: ProcessSettings = ProcessSettings()
+    tls: TlsSettings = TlsSettings()
+    request_limits: RequestLimitSettings = RequestLimitSettings()
+    heartbeat_interval_s: float = 1.0
+    """Seconds between an agent's heartbeats. Shorter finds silence sooner; 12,500 nodes at 1 s cost under one core."""
+    transactions: TransactionSettings = TransactionSettings()
+    clock: ClockSettings = ClockSettings()
+    retention: RetentionSettings = RetentionSettings()
+    leadership: LeadershipSettings = LeadershipSettings()
+    remediation: RemediationSettings = RemediationSettings()
+    notifications: NotificationSettings = NotificationSettings()
+    journal: JournalSettings = JournalSettings()
     launcher_state_dir: str = ""
     """State directory of launchers that run on this machine as this user (``everstep-launch --state-dir``). Operators
     then read the last lines of their ranks on the web page. A launcher gives it to its private controller. Empty: the
@@ -288,102 +473,42 @@ class ControllerSettings(msgspec.Struct, frozen=True, kw_only=True):
     def from_preset(cls, name: str) -> Self:
         """Return the settings of the preset ``production`` or ``lab``."""
         if name == "lab":
-            return cls(preset="lab", policy=CorePolicy.lab_preset(), heartbeat_interval_s=0.5, resign_after_s=5.0)
+            leadership = LeadershipSettings(resign_after_s=5.0)
+            return cls(preset="lab", policy=CorePolicy.lab_preset(), heartbeat_interval_s=0.5, leadership=leadership)
         return cls()
-
-    @property
-    def address(self) -> tuple[str, int]:
-        """Host and port to listen on; port 0 means any free port."""
-        return _address(self.listen)
-
-    @property
-    def operators_address(self) -> tuple[str, int] | None:
-        """Host and port of the second listener, or None."""
-        return _address(self.operators_listen) if self.operators_listen else None
 
     def validate(self) -> Self:
         """Return the settings. Raises ConfigurationError for values that contradict each other."""
-        for name in ("listen", "operators_listen"):
-            try:
-                _address(getattr(self, name) or self.listen)
-            except ValueError as error:
-                raise ConfigurationError(f"{name}: {error}") from error
         for message in self._contradictions():
             raise ConfigurationError(message)
         self.policy.validate()
         return self
 
     def _contradictions(self) -> Iterator[str]:
-        webhook, url = self.remediation_backend == "webhook", urlsplit(self.database)
-        if self.database_password_file and (url.scheme.startswith("sqlite") or not url.username):
-            yield "database_password_file needs a database of the form postgresql://USER@HOST/NAME"
-        if self.database_password_file and url.password:
-            yield "database and database_password_file both contain a password: remove it from the URL of the database"
+        yield from self.listeners.contradictions()
+        yield from self.storage.contradictions()
         if not self.secret_file:
             yield "secret_file is missing: give --secret-file (make one: `openssl rand -hex 32 > F; chmod 600 F`)"
-        if bool(self.tls_certificate) != bool(self.tls_key):
-            yield "give tls_certificate and tls_key together, or neither"
         suspect_after_s = self.policy.liveness.suspect_after_s
         if not 0 < self.heartbeat_interval_s < suspect_after_s / 2:
             yield (
                 f"heartbeat_interval_s ({self.heartbeat_interval_s}) must be positive and less than half of "
                 f"policy.liveness.suspect_after_s ({suspect_after_s}): one late heartbeat makes no node suspect"
             )
-        if self.tls_client_ca and not self.tls_certificate:
-            yield "tls_client_ca needs tls_certificate and tls_key: clients send certificates over TLS only"
-        rates = (self.agent_requests_per_s, self.agent_reports_per_s, self.requests_per_s)
-        burst = self.request_burst_s * min(self.agent_requests_per_s, self.requests_per_s)
-        if min(*rates, self.failed_authentications_per_s) <= 0 or burst < 1:
-            yield (
-                "agent_requests_per_s, agent_reports_per_s, requests_per_s and failed_authentications_per_s must be "
-                "positive, and request_burst_s long enough for one request"
-            )
-        limits = (self.max_concurrent_requests, self.max_unsent_answer_bytes)
-        if min(limits) < 1 or not 0 < self.operator_event_loop_share <= 1:
-            yield (
-                "max_concurrent_requests and max_unsent_answer_bytes must be at least 1, and "
-                "operator_event_loop_share more than 0 and at most 1"
-            )
-        if self.max_commit_batch < 1 or self.queue_limit < 1:
-            yield "max_commit_batch and queue_limit must be at least 1"
-        if self.commit_timeout_s <= 0 or self.stop_grace_s < 0:
-            yield "commit_timeout_s must be positive and stop_grace_s not negative"
-        rows = (self.retention_max_events, self.retention_max_events_by_people, self.retention_max_history_rows)
-        if self.retention_days <= 0 or min(rows) < 1000 or self.retention_generations_per_job < 16:
-            yield (
-                "retention_days must be positive, retention_max_events, retention_max_events_by_people and "
-                "retention_max_history_rows at least 1000, retention_generations_per_job at least 16"
-            )
-        if self.max_clock_ahead_days < 0:
-            yield "max_clock_ahead_days must not be negative; 0 accepts any clock"
-        if self.events_per_node_burst < 1 or self.events_per_node_per_s <= 0:
-            yield "events_per_node_burst must be at least 1 and events_per_node_per_s positive"
-        if self.outage_buffer_bytes < 1 << 20:
-            yield "outage_buffer_bytes must be at least 1048576"
-        if not 0.2 <= self.lease_renew_s <= self.lease_s / 3:
-            yield (
-                f"lease_renew_s ({self.lease_renew_s}) must be at least 0.2 and at most a third of lease_s "
-                f"({self.lease_s}), so that one renewal may fail"
-            )
-        if 0 != self.resign_after_s < self.lease_s:
-            yield (
-                f"resign_after_s ({self.resign_after_s}) must be 0, or at least lease_s ({self.lease_s}): nodes need "
-                "time to find a new leader"
-            )
-        if self.journal_bytes < 1 or self.journal_days <= 0:
-            yield "journal_bytes and journal_days must be positive; omit journal_dir to keep no journal"
-        if webhook != bool(self.webhook_url) or webhook != bool(self.webhook_secret_file):
-            yield "give remediation_backend = webhook, webhook_url and webhook_secret_file together, or none of them"
-        if self.alert_token_file and not self.alert_url:
-            yield "alert_token_file needs alert_url"
-        if self.policy.remediation.mode is Mode.ENFORCE and self.remediation_backend == "dry_run":
+        yield from self.tls.contradictions()
+        yield from self.request_limits.contradictions()
+        yield from self.transactions.contradictions()
+        yield from self.clock.contradictions()
+        yield from self.retention.contradictions()
+        yield from self.leadership.contradictions()
+        yield from self.journal.contradictions()
+        yield from self.remediation.contradictions()
+        if self.policy.remediation.mode is Mode.ENFORCE and self.remediation.remediation_backend == "dry_run":
             yield (
                 "policy.remediation.mode = enforce needs a remediation_backend that resets and reboots nodes: dry_run "
                 "only logs actions"
             )
-        for name in ("webhook_url", "alert_url", "docs_url", "otlp_endpoint"):
-            if (value := getattr(self, name)) and not is_http_url(value):
-                yield f"{name} must be http or https, with a host, not {value!r}"
+        yield from self.notifications.contradictions()
         yield from self.oidc.contradictions()
 
 
@@ -401,7 +526,7 @@ def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Contr
 def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> ControllerSettings:
     """Return the settings as ``load_settings``, whether they contradict each other or not."""
     given = PROGRAM.given(flags, environ)
-    values = PROGRAM.by_attribute(given)
+    values = PROGRAM.by_attribute({name: each.value for name, each in given.items()})
     preset = ControllerSettings.from_preset(values.get("preset", "production"))
     shipped, chosen = CorePolicy().values(), preset.policy
     origins = {name: f"preset {preset.preset}" for name, value in chosen.values().items() if value != shipped[name]}
@@ -410,8 +535,7 @@ def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Contr
         if group == "policy":
             origins[".".join(field)] = setting.source
     policy = chosen.with_values(**values.pop("policy", {}))
-    login = msgspec.structs.replace(preset.oidc, **values.pop("oidc", {}))
-    settings = msgspec.structs.replace(preset, oidc=login, **values)
+    settings = with_values(preset, values)
     site_rules = read_rules(Path(settings.policy_dir)) if settings.policy_dir else {}
     rules = override_rules(shipped_rulebook(), site_rules.values())
     for rule, table in site_rules.items():

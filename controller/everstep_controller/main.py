@@ -17,6 +17,7 @@ from everstep.command_line import Flags, Version, make_app, takes_settings
 from everstep.errors import ConfigurationError, EverstepError, exit_on_errors
 from everstep.host.parent_process import die_with_parent, parent_pid
 from everstep.log_lines import JsonLineFormatter, PlainLineFormatter
+from everstep.settings import with_values
 from everstep_controller.config import PROGRAM, ControllerSettings, load_settings, read_secrets
 
 
@@ -46,7 +47,7 @@ def serve(context: typer.Context, flags: Flags) -> None:
     with _exit_on_errors():
         _log_to_stderr()
         settings = load_settings(flags, os.environ)
-        if settings.die_with_parent:
+        if settings.process.die_with_parent:
             die_with_parent(context.obj)
         from everstep_controller.app import serve_command
 
@@ -98,7 +99,7 @@ def backup(file: Annotated[Path, typer.Argument(metavar="FILE", help="File to wr
     from everstep_controller.store.database import back_up
 
     with _exit_on_errors():
-        database = PROGRAM.read(flags, os.environ).get("database", ControllerSettings().database)
+        database = with_values(ControllerSettings(), PROGRAM.read(flags, os.environ)).storage.database
         print(f"{file}: {back_up(database, file)} bytes")
 
 

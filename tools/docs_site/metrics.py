@@ -24,7 +24,7 @@ from everstep_agent.sensors.sensor_messages import PollResult, SensorReport
 from everstep_agent.vault import reporting, service
 from everstep_controller.app.controller import Controller
 from everstep_controller.auth.credentials import Keyring
-from everstep_controller.config import ControllerSettings
+from everstep_controller.config import ControllerSettings, StorageSettings
 from everstep_controller.leadership.lease_candidate import ElectedState
 from everstep_controller.remediation.remediator import DryRunRemediator
 from everstep_controller.store.database import open_database
@@ -69,8 +69,8 @@ def page() -> str:
 async def _of_controller() -> list[Family]:
     """Start a controller over an empty database and read its registry."""
     with tempfile.TemporaryDirectory() as folder:
-        settings = ControllerSettings(database=f"sqlite:///{Path(folder) / 'controller.db'}")
-        store = DatabaseStore(open_database(settings.database))
+        settings = ControllerSettings(storage=StorageSettings(database=f"sqlite:///{Path(folder) / 'controller.db'}"))
+        store = DatabaseStore(open_database(settings.storage.database))
         keyring = Keyring((b"a secret that is never asked for",))
         loaded = ElectedState(await store.take_over())
         controller = await Controller.lead(settings, keyring, store, loaded, SYSTEM_CLOCK, DryRunRemediator)

@@ -82,15 +82,16 @@ class Controller:
         self.epoch_check = EpochCheck(tenure, keyring, clock, loaded.epoch) if tenure is not None else None
         self.metrics = Metrics(urgencies=Urgency, request_limits=LIMITS)
         self.feed = EventFeed(loaded.newest_event)
-        self._traces = TraceExporter(settings.otlp_endpoint, settings.name) if settings.otlp_endpoint else None
+        otlp_endpoint = settings.notifications.otlp_endpoint
+        self._traces = TraceExporter(otlp_endpoint, settings.process.name) if otlp_endpoint else None
         self._spans = RecoverySpanBuilder(self._traces.export) if self._traces is not None else None
         self.outbox = Outbox(loaded.epoch, loaded.outbox)
         self.store = store
         self.journal = _open_journal(settings)
         self.steady = SteadyTime(clock, loaded.newest_at)
         self.quota = EventQuota(
-            settings.events_per_node_burst,
-            settings.events_per_node_per_s,
+            settings.retention.events_per_node_burst,
+            settings.retention.events_per_node_per_s,
             self.metrics.events_suppressed.inc,
         )
         self.loop = self._fleet_loop(state, loaded)
@@ -111,7 +112,7 @@ class Controller:
             clock=clock,
             descriptors=connections.process_descriptors(),
             defer=SerialQueue(),
-            name=settings.name,
+            name=settings.process.name,
             heartbeat_interval_s=settings.heartbeat_interval_s,
             charge_reports=gate.limits.charge_reports,
             epoch_check=self.epoch_check,
@@ -136,9 +137,9 @@ class Controller:
             quota=self.quota,
             epoch=loaded.epoch,
             check_leading=self.tenure.check if self.tenure is not None else lambda: None,
-            max_batch=settings.max_commit_batch,
-            queue_limit=settings.queue_limit,
-            outage_buffer_bytes=settings.outage_buffer_bytes,
+            max_batch=settings.transactions.max_commit_batch,
+            queue_limit=settings.transactions.queue_limit,
+            outage_buffer_bytes=settings.transactions.outage_buffer_bytes,
         )
 
     def _view_context(self, state: FleetState, epoch: int) -> fleet_views.ViewContext:
@@ -176,7 +177,7 @@ class Controller:
         """
         rules = with_rules(settings.policy)
         wall = clock.wall()
-        if clock_set_back_s(wall, elected.loaded.newest_at, trust_clock=settings.trust_clock):
+        if clock_set_back_s(wall, elected.loaded.newest_at, trust_clock=settings.clock.trust_clock):
             moved, batch = await asyncio.to_thread(
                 startup_state.set_times_back, elected.loaded, elected.known_records, wall
             )
@@ -209,13 +210,13 @@ class Controller:
 
     def retention_limits(self) -> RetentionLimits:
         """Return the current retention limits. Of two clocks that differ, use the one that deletes less."""
-        settings = self._settings
+        retention = self._settings.retention
         return RetentionLimits(
-            since=min(self.loop.now(), self._clock.wall()) - settings.retention_days * 86400,
-            events=settings.retention_max_events,
-            orders=settings.retention_max_events_by_people,
-            rows=settings.retention_max_history_rows,
-            generations=settings.retention_generations_per_job,
+            since=min(self.loop.now(), self._clock.wall()) - retention.retention_days * 86400,
+            events=retention.retention_max_events,
+            orders=retention.retention_max_events_by_people,
+            rows=retention.retention_max_history_rows,
+            generations=retention.retention_generations_per_job,
         )
 
     def database_outage(self) -> DatabaseOutage | None:
@@ -258,11 +259,11 @@ class Controller:
         """Build the FastAPI application. Agents' routes stay outside because FastAPI costs 8 us per request."""
         app = FastAPI(title="Everstep controller", version=__version__, openapi_url=None, redirect_slashes=False)
         endpoints.install_error_handlers(app, self.metrics)
-        settings = self._settings
+        settings, limits = self._settings, self._settings.request_limits
         admission = AdmissionControl(
-            max_requests=settings.max_concurrent_requests,
-            max_bytes=settings.max_unsent_answer_bytes,
-            loop_share=settings.operator_event_loop_share,
+            max_requests=limits.max_concurrent_requests,
+            max_bytes=limits.max_unsent_answer_bytes,
+            loop_share=limits.operator_event_loop_share,
             monotonic=self._clock.monotonic,
             on_refused=self.metrics.over_limit,
         )
@@ -273,7 +274,8 @@ class Controller:
         history = HistoryRoutes(self.view_context, self.store, self.feed, gate, admission, readers, on_cut)
         app.add_api_route(routes.PLAIN_ROUTES["stream"].path, history.stream, methods=["GET"], include_in_schema=False)
         operators = OperatorRoutes(self.view_context, self.loop, self.store, self.progress, self.output)
-        trials = PolicyTrialRunner(settings.journal_dir, self.journal.drain if self.journal is not None else None)
+        drain = self.journal.drain if self.journal is not None else None
+        trials = PolicyTrialRunner(settings.journal.journal_dir, drain)
         policies = PolicyRoutes(self.view_context, trials, settings.policy_origins)
         for table, handlers in (
             (routes.OPERATOR_ROUTES, operators),
@@ -314,7 +316,7 @@ class Controller:
 
 
 def _open_journal(settings: ControllerSettings) -> Journal | None:
-    if not settings.journal_dir:
+    if not settings.journal.journal_dir:
         return None
-    keep_s = settings.journal_days * 86400.0
-    return Journal(Path(settings.journal_dir), max_bytes=settings.journal_bytes, keep_s=keep_s)
+    keep_s = settings.journal.journal_days * 86400.0
+    return Journal(Path(settings.journal.journal_dir), max_bytes=settings.journal.journal_bytes, keep_s=keep_s)

@@ -87,22 +87,22 @@ class ControllerReplica:
         return seen.address if seen is not None else ""
 
     def _engine(self) -> Engine:
-        return engine_of(self._url, most_idle_s=self.settings.lease_s, name=self.settings.name)
+        return engine_of(self._url, most_idle_s=self.settings.leadership.lease_s, name=self.settings.process.name)
 
     async def _term(self) -> None:
         """Run one term: stand by, lead, and step down."""
         settings = self.settings
-        store = DatabaseStore(self._engine(), commit_timeout_s=settings.commit_timeout_s)
+        store = DatabaseStore(self._engine(), commit_timeout_s=settings.transactions.commit_timeout_s)
         if self._url.drivername == "sqlite":
             await self._lead(store, ElectedState(await store.take_over()))
             return
         candidate = self._candidate = LeaseCandidate(
             self._engine(),
             self.clock,
-            name=settings.name,
+            name=settings.process.name,
             address=self.address,
-            lease_s=settings.lease_s,
-            renew_s=settings.lease_renew_s,
+            lease_s=settings.leadership.lease_s,
+            renew_s=settings.leadership.lease_renew_s,
             takeover_gate=self.takeover_gate,
             contacts=self.standby.start(),
             resigned_before=self._resigned,
@@ -133,7 +133,7 @@ class ControllerReplica:
                 self.standby.update_credentials(await store.query(table_access.load_credentials))
                 read_changes = functools.partial(startup_state.read_records, known=self._known_records)
                 self._known_records = await store.query(read_changes)
-            await asyncio.sleep(self.settings.lease_s)
+            await asyncio.sleep(self.settings.leadership.lease_s)
 
     async def _lead(self, store: DatabaseStore, won: ElectedState, candidate: LeaseCandidate | None = None) -> None:
         """Lead until an error. After LeadershipLost the process stands by again."""

@@ -20,6 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from everstep.errors import ConfigurationError, EverstepError
 from everstep.host.private_files import write_private
+from everstep.settings import with_values
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep_controller.app.replica import ControllerReplica
 from everstep_controller.auth.credentials import Keyring
@@ -51,31 +52,32 @@ def serve(settings: ControllerSettings) -> int:
 
 def _database(settings: ControllerSettings) -> str:
     """Return the database URL with the password from its file. Never log this URL."""
-    if not settings.database_password_file:
-        return settings.database
-    url = parse_url(settings.database).set(password=read_password(settings.database_password_file))
+    if not settings.storage.database_password_file:
+        return settings.storage.database
+    url = parse_url(settings.storage.database).set(password=read_password(settings.storage.database_password_file))
     return url.render_as_string(hide_password=False)
 
 
 async def _serve(settings: ControllerSettings) -> int:
     keyring = Keyring.of_file(settings.secret_file)
     listener.check_certificate(settings)
-    if settings.otlp_endpoint:
+    if settings.notifications.otlp_endpoint:
         check_installed()
     provider = IdentityProvider(settings.oidc, SYSTEM_CLOCK) if settings.oidc.issuer else None
     engine = await asyncio.to_thread(
-        open_database, _database(settings), migrate=settings.migrate, check=settings.check_database
+        open_database, _database(settings), migrate=settings.process.migrate, check=settings.process.check_database
     )
     await asyncio.to_thread(_check_clock, engine, settings)
     engine.dispose()  # only for the schema: each leadership opens its own connections
-    listeners = [listener.listen(settings.address)]
-    if (second := settings.operators_address) is not None:
+    listeners = [listener.listen(settings.listeners.address)]
+    if (second := settings.listeners.operators_address) is not None:
         listeners.append(listener.listen(second, "operators_listen"))
     address, *operators = map(listener.address_of, listeners)
     for place in (address, *operators):
-        if not settings.tls_certificate and not place.startswith(("127.", "[::1]")):
+        if not settings.tls.tls_certificate and not place.startswith(("127.", "[::1]")):
             log.warning("tokens are sent in plain text on %s: give --tls-certificate and --tls-key", place)
-    settings = msgspec.structs.replace(settings, name=settings.name or _unique_name(settings, address))
+    if not settings.process.name:
+        settings = with_values(settings, {"process": {"name": _unique_name(settings, address)}})
     replica = ControllerReplica(
         settings,
         keyring,
@@ -88,14 +90,14 @@ async def _serve(settings: ControllerSettings) -> int:
     running = asyncio.create_task(replica.run(), name="replica")
     await _wait_until_leader_known(running, replica, settings)
     config = listener.server_config(settings, replica)
-    server = listener.ControllerServer(config, replica.close_connections, settings.stop_grace_s)
+    server = listener.ControllerServer(config, replica.close_connections, settings.leadership.stop_grace_s)
     replica.on_leadership_lost = server.close_all
     running.add_done_callback(lambda _task: server.request_stop())
     announcing = asyncio.create_task(_log_when_serving(server, settings, address, *operators))
     await server.serve(sockets=[*listener.duplicate_listeners(listeners[0]), *listeners[1:]])
     announcing.cancel()
-    if settings.ready_file:
-        Path(settings.ready_file).unlink(missing_ok=True)
+    if settings.process.ready_file:
+        Path(settings.process.ready_file).unlink(missing_ok=True)
     return await _end(running, settings)
 
 
@@ -111,7 +113,7 @@ async def _wait_until_leader_known(
     try:
         running.result()
     except SQLAlchemyError as error:
-        raise ConfigurationError(diagnose(error, parse_url(settings.database))) from error
+        raise ConfigurationError(diagnose(error, parse_url(settings.storage.database))) from error
     except DatabaseUnavailable as error:
         raise ConfigurationError(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:  # RecursionError is not listed: any code could raise one
@@ -122,14 +124,14 @@ async def _wait_until_leader_known(
 
 def _check_clock(engine: Engine, settings: ControllerSettings) -> None:
     """Raise ConfigurationError if this machine's clock is far ahead of the database. A restored backup is exempt."""
-    if settings.trust_clock:
+    if settings.clock.trust_clock:
         return
     try:
         with engine.connect() as connection:
             newest_at = 0.0 if table_access.is_copy(connection) else table_access.newest_at(connection)
     except SQLAlchemyError as error:
-        raise ConfigurationError(diagnose(error, parse_url(settings.database))) from error
-    check_clock_at_start(SYSTEM_CLOCK.wall(), newest_at, settings.max_clock_ahead_days)
+        raise ConfigurationError(diagnose(error, parse_url(settings.storage.database))) from error
+    check_clock_at_start(SYSTEM_CLOCK.wall(), newest_at, settings.clock.max_clock_ahead_days)
 
 
 _WILDCARD_PREFIXES = ("0.0.0.0:", "[::]:")
@@ -137,28 +139,28 @@ _WILDCARD_PREFIXES = ("0.0.0.0:", "[::]:")
 
 def _unique_name(settings: ControllerSettings, address: str) -> str:
     """Return a name that no other controller has."""
-    if settings.advertise or not address.startswith(_WILDCARD_PREFIXES):
-        return settings.advertise or address
+    if settings.leadership.advertise or not address.startswith(_WILDCARD_PREFIXES):
+        return settings.leadership.advertise or address
     return f"{socket.gethostname()}:{address.rpartition(':')[2]}"
 
 
 def _advertised(settings: ControllerSettings, address: str) -> str:
     """Return the URL by which others reach this controller, or "" if it listens on all interfaces without a name."""
-    if not settings.advertise and address.startswith(_WILDCARD_PREFIXES):
+    if not settings.leadership.advertise and address.startswith(_WILDCARD_PREFIXES):
         return ""
-    scheme = "https" if settings.tls_certificate else "http"
-    return f"{scheme}://{settings.advertise or address}"
+    scheme = "https" if settings.tls.tls_certificate else "http"
+    return f"{scheme}://{settings.leadership.advertise or address}"
 
 
 async def _log_when_serving(server: uvicorn.Server, settings: ControllerSettings, *addresses: str) -> None:
     while not server.started:
         await asyncio.sleep(0.002)  # uvicorn offers no event to wait for
-    database = parse_url(settings.database).render_as_string(hide_password=True)
+    database = parse_url(settings.storage.database).render_as_string(hide_password=True)
     log.info("serving on %s, database %s", " and ".join(addresses), database)
-    if settings.ready_file:
+    if settings.process.ready_file:
         places = zip(("address", "operators_address"), addresses, strict=False)
         content = msgspec.json.encode({"pid": os.getpid(), **dict(places)})
-        write_private(Path(settings.ready_file), content + b"\n")
+        write_private(Path(settings.process.ready_file), content + b"\n")
 
 
 async def _end(running: asyncio.Task[None], settings: ControllerSettings) -> int:
@@ -171,7 +173,7 @@ async def _end(running: asyncio.Task[None], settings: ControllerSettings) -> int
         return 0
     message = str(failure) or type(failure).__name__
     if isinstance(failure, SQLAlchemyError):
-        message = diagnose(failure, parse_url(settings.database))
+        message = diagnose(failure, parse_url(settings.storage.database))
     log.critical(
         "a transaction failed and was not acknowledged: %s; restart the controller",
         message,

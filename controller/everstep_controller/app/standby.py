@@ -48,7 +48,7 @@ class StandbyApp:
         self._leader = leader
         self.update_credentials(())
         self.start()
-        self._trials = PolicyTrialRunner(settings.journal_dir)
+        self._trials = PolicyTrialRunner(settings.journal.journal_dir)
         self._registry = standby_registry(lambda: self.contacts.count_persistent())
 
     def update_credentials(self, credentials: Iterable[CredentialRow]) -> None:
@@ -82,7 +82,7 @@ class StandbyApp:
 
     def start(self) -> StandbyContacts:
         """Begin to stand by, with an empty record of contacts."""
-        self.contacts = StandbyContacts(self._clock, self._settings.resign_after_s / 3)
+        self.contacts = StandbyContacts(self._clock, self._settings.leadership.resign_after_s / 3)
         return self.contacts
 
     def record_contact(self, node: str, headers: Headers, peer: ConnectionPeer) -> None:

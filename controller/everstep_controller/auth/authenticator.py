@@ -26,7 +26,7 @@ from everstep.errors import AuthenticationError, PermissionDenied, RateLimited
 from everstep_controller.auth.credentials import CredentialStore, Keyring
 from everstep_controller.auth.identity_provider import PROVIDER_CREDENTIAL, IdentityProvider
 from everstep_controller.auth.peers import CERTIFICATE_CREDENTIAL, UNKNOWN_PEER, ConnectionPeer
-from everstep_controller.config import ControllerSettings
+from everstep_controller.config import ControllerSettings, RequestLimitSettings
 from everstep_controller.core.records import JobRecord
 from everstep_controller.runtime.rate_limits import TokenBuckets
 
@@ -41,7 +41,7 @@ LOG_EVERY_S = 10.0
 class RequestLimits:
     """Rate limits of authenticated clients, as in the settings. The burst of reports exceeds a full request."""
 
-    def __init__(self, settings: ControllerSettings, monotonic: Callable[[], float]) -> None:
+    def __init__(self, settings: RequestLimitSettings, monotonic: Callable[[], float]) -> None:
         burst_s, reports_per_s = settings.request_burst_s, settings.agent_reports_per_s
         reports_burst_s = max(burst_s, (MAX_REPORTS + 1) / reports_per_s)
         self._reports: TokenBuckets[str] = TokenBuckets(reports_per_s, reports_burst_s)
@@ -162,9 +162,10 @@ class Authenticator:
         now: Callable[[], float],
         provider: IdentityProvider | None = None,
     ) -> None:
-        self.limits = RequestLimits(settings, clock.monotonic)
+        limits = settings.request_limits
+        self.limits = RequestLimits(limits, clock.monotonic)
         self._failures = FailedAuthentications(
-            per_s=settings.failed_authentications_per_s, burst_s=settings.request_burst_s, monotonic=clock.monotonic
+            per_s=limits.failed_authentications_per_s, burst_s=limits.request_burst_s, monotonic=clock.monotonic
         )
         self._keyring = keyring
         self._credentials = credentials

@@ -85,10 +85,11 @@ class StandbyMonitor:
         self.report = StandbyReport()
         self._loop = loop
         self._clock = clock
-        self._after_s = settings.resign_after_s
-        self._recent_s = max(settings.resign_after_s / 3, RECENT_HEARTBEATS * settings.heartbeat_interval_s)
-        self._patience_s = settings.lease_renew_s
-        self._reachability = LeaderReachability(settings.resign_after_s, settings.lease_s)
+        resign_after_s = settings.leadership.resign_after_s
+        self._after_s = resign_after_s
+        self._recent_s = max(resign_after_s / 3, RECENT_HEARTBEATS * settings.heartbeat_interval_s)
+        self._patience_s = settings.leadership.lease_renew_s
+        self._reachability = LeaderReachability(resign_after_s, settings.leadership.lease_s)
 
     async def check(self, report: StandbyReport) -> Resignation | None:
         """Return a resignation if the standbys' report demands one; it is in the event log when this method returns."""

@@ -92,16 +92,15 @@ class CordonObserver:
 
 def create_remediator(settings: ControllerSettings, clock: Clock) -> Remediator:
     """Return the remediator that the settings name. Raises ConfigurationError if its requirements are missing."""
-    match settings.remediation_backend:
+    chosen = settings.remediation
+    match chosen.remediation_backend:
         case "webhook":
-            secret = read_secret(settings.webhook_secret_file)
-            return WebhookRemediator(
-                settings.webhook_url, secret, wall=clock.wall, cordons=settings.webhook_reports_cordons
-            )
+            secret, cordons = read_secret(chosen.webhook_secret_file), chosen.webhook_reports_cordons
+            return WebhookRemediator(chosen.webhook_url, secret, wall=clock.wall, cordons=cordons)
         case "slurm":
-            return SlurmRemediator(configuration=settings.slurm_conf)
+            return SlurmRemediator(configuration=chosen.slurm_conf)
         case "kubernetes":
-            return KubernetesRemediator(connect(settings.kubeconfig), evict=settings.kubernetes_evict_pods)
+            return KubernetesRemediator(connect(chosen.kubeconfig), evict=chosen.kubernetes_evict_pods)
         case _:
             return interface.DryRunRemediator()
 
@@ -134,12 +133,13 @@ class RemediationService:
         )
         self._observer = CordonObserver(remediator, loop.state, self._submit_event, on_failure, self.executor.is_idle)
         self._alerting = None
-        if settings.alert_url:
+        notifications = settings.notifications
+        if notifications.alert_url:
             self._alerting = AlertNotifier(
-                settings.alert_url,
-                token=read_password(settings.alert_token_file) if settings.alert_token_file else "",
-                controller=f"{'https' if settings.tls_certificate else 'http'}://{settings.name}",
-                docs_url=settings.docs_url,
+                notifications.alert_url,
+                token=read_password(notifications.alert_token_file) if notifications.alert_token_file else "",
+                controller=f"{'https' if settings.tls.tls_certificate else 'http'}://{settings.process.name}",
+                docs_url=notifications.docs_url,
                 state=loop.state,
                 now=loop.now,
                 write=lambda begun, over: store.write(lambda held: table_access.write_alerts(held, begun, over)),

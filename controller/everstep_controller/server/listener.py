@@ -416,25 +416,26 @@ def server_config(settings: ControllerSettings, replica: ControllerApp) -> uvico
         server_header=False,
         backlog=BACKLOG,  # otherwise uvicorn listens again, with its own backlog
         timeout_keep_alive=75,  # longer than a heartbeat interval, so that agents on plain HTTP keep their connection
-        ssl_certfile=settings.tls_certificate or None,
-        ssl_keyfile=settings.tls_key or None,
-        ssl_ca_certs=settings.tls_client_ca or None,
-        ssl_cert_reqs=ssl.CERT_OPTIONAL if settings.tls_client_ca else ssl.CERT_NONE,
+        ssl_certfile=settings.tls.tls_certificate or None,
+        ssl_keyfile=settings.tls.tls_key or None,
+        ssl_ca_certs=settings.tls.tls_client_ca or None,
+        ssl_cert_reqs=ssl.CERT_OPTIONAL if settings.tls.tls_client_ca else ssl.CERT_NONE,
     )
 
 
 def check_certificate(settings: ControllerSettings) -> None:
     """Raise ConfigurationError for a certificate or key that cannot be used."""
-    if not settings.tls_certificate:
+    tls = settings.tls
+    if not tls.tls_certificate:
         return
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(settings.tls_certificate, settings.tls_key)
+        context.load_cert_chain(tls.tls_certificate, tls.tls_key)
     except OSError as error:  # ssl.SSLError is an OSError
         raise ConfigurationError(
-            f"the certificate {settings.tls_certificate} with the key {settings.tls_key} cannot be used: {error}"
+            f"the certificate {tls.tls_certificate} with the key {tls.tls_key} cannot be used: {error}"
         ) from error
-    if authorities := settings.tls_client_ca:
+    if authorities := tls.tls_client_ca:
         try:
             context.load_verify_locations(authorities)
         except OSError as error:

@@ -20,6 +20,7 @@ from starlette.types import Receive, Scope, Send
 from everstep.bearer_tokens import TokenRole, mint
 from everstep.clock import Clock
 from everstep.errors import EverstepError
+from everstep.settings import with_values
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.agent import (
     Heartbeat,
@@ -34,7 +35,7 @@ from everstep.wire.v1.directives import Directive
 from everstep.wire.v1.training import AnyReport, JobSpec, LauncherJoined
 from everstep_controller.app.controller import Controller
 from everstep_controller.auth.credentials import Keyring
-from everstep_controller.config import ControllerSettings
+from everstep_controller.config import PROGRAM, ControllerSettings
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.leadership.lease_candidate import ElectedState
 from everstep_controller.remediation.remediator import DryRunRemediator, Remediator
@@ -85,6 +86,12 @@ def joined(job: str, at: float, *, nodes: int = 1, launcher: int = 1, **spec: An
     return LauncherJoined(job=job, at=at, spec=job_spec, launcher=launcher, store="127.0.0.1:29500")
 
 
+def make_settings(policy: CorePolicy | None = None, **values: Any) -> ControllerSettings:
+    """Return settings of the preset ``lab`` for a controller without a secret, with ``values`` by name."""
+    settings = ControllerSettings(secret_file="unused", policy=policy or CorePolicy.lab_preset())
+    return with_values(settings, PROGRAM.by_attribute(values))
+
+
 class InProcess:
     """A controller as an ASGI application for ``TestClient``. Its lifespan starts and stops it."""
 
@@ -98,16 +105,17 @@ class InProcess:
         **settings: Any,
     ) -> None:
         settings = {"commit_timeout_s": 30.0, **settings}  # a busy machine's disk takes more than two
-        self.settings = ControllerSettings(
-            secret_file="unused", policy=policy or CorePolicy.lab_preset(), name="test", database=database, **settings
-        )
+        self.settings = make_settings(policy, name="test", database=database, **settings)
         self.clock = clock
         self.remediator = remediator or DryRunRemediator()
         self.controller: Controller | None = None
 
     async def start(self) -> Controller:
-        create_with_schema(self.settings.database)
-        store = DatabaseStore(open_database(self.settings.database), commit_timeout_s=self.settings.commit_timeout_s)
+        create_with_schema(self.settings.storage.database)
+        store = DatabaseStore(
+            open_database(self.settings.storage.database),
+            commit_timeout_s=self.settings.transactions.commit_timeout_s,
+        )
         won = ElectedState(await store.take_over())
         self.controller = await Controller.lead(
             self.settings, Keyring((SECRET,)), store, won, self.clock, lambda: self.remediator

@@ -72,9 +72,9 @@ def test_controller_accepts_its_command_line(releases: Releases) -> None:
     for release in releases.values():
         settings = controller_of(release)
         assert settings.preset == "production"
-        assert settings.advertise.startswith("everstep-controller-1.")
-        assert settings.address == ("0.0.0.0", 7700)
-        assert settings.operators_address == ("0.0.0.0", 7701)
+        assert settings.leadership.advertise.startswith("everstep-controller-1.")
+        assert settings.listeners.address == ("0.0.0.0", 7700)
+        assert settings.listeners.operators_address == ("0.0.0.0", 7701)
 
 
 def test_agents_accept_their_command_line(releases: Releases) -> None:
@@ -89,8 +89,8 @@ def test_agents_accept_their_command_line(releases: Releases) -> None:
 
 def test_tls_is_on_by_default_and_can_be_off(releases: Releases) -> None:
     secure, plain = controller_of(releases["sqlite"]), controller_of(releases["plain"])
-    assert (secure.tls_certificate, secure.tls_key) == ("/tls/tls.crt", "/tls/tls.key")
-    assert plain.tls_certificate == ""
+    assert (secure.tls.tls_certificate, secure.tls.tls_key) == ("/tls/tls.crt", "/tls/tls.key")
+    assert plain.tls.tls_certificate == ""
     assert [probe.scheme for probe in map(_Probe, probes(releases["plain"]))] == ["HTTP"] * 3
     assert all(url.startswith("http://") for settings in agents_of(releases["plain"]) for url in settings.controllers)
     assert "WARNING" in notes({"tls": {"enabled": False}})
@@ -98,9 +98,9 @@ def test_tls_is_on_by_default_and_can_be_off(releases: Releases) -> None:
 
 
 def test_databases_of_the_controller(releases: Releases) -> None:
-    assert controller_of(releases["sqlite"]).database == "sqlite:////var/lib/everstep/controller.sqlite"
-    assert controller_of(releases["postgresql"]).database == CLUSTER["EVERSTEP_CONTROLLER_DATABASE"]
-    assert controller_of(releases["password"]).database_password_file == "/private/database-password"
+    assert controller_of(releases["sqlite"]).storage.database == "sqlite:////var/lib/everstep/controller.sqlite"
+    assert controller_of(releases["postgresql"]).storage.database == CLUSTER["EVERSTEP_CONTROLLER_DATABASE"]
+    assert controller_of(releases["password"]).storage.database_password_file == "/private/database-password"
     assert [
         bool(manifest["spec"].get("volumeClaimTemplates")) for manifest in of_kind(releases["sqlite"], "StatefulSet")
     ] == [True]
@@ -111,10 +111,10 @@ def test_databases_of_the_controller(releases: Releases) -> None:
 
 def test_remediation_and_alerts_reach_the_controller(releases: Releases) -> None:
     settings = controller_of(releases["monitored"])
-    assert settings.remediation_backend == "kubernetes"
-    assert settings.kubernetes_evict_pods
+    assert settings.remediation.remediation_backend == "kubernetes"
+    assert settings.remediation.kubernetes_evict_pods
     assert settings.policy.remediation.mode is Mode.ENFORCE
-    assert settings.alert_token_file == "/private/alerts"
+    assert settings.notifications.alert_token_file == "/private/alerts"
     assert controller_of(releases["sqlite"]).policy.remediation.mode is Mode.RECOMMEND
 
 

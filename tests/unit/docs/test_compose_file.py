@@ -36,8 +36,8 @@ def test_compose_agent_settings_are_valid(name: str) -> None:
 @pytest.mark.parametrize("name", CONTROLLERS)
 def test_compose_controller_settings_are_valid(name: str) -> None:
     settings = controller_settings(SERVICES[name]["command"], SERVICES[name]["environment"])
-    assert settings.database_password_file
-    assert settings.advertise == f"{name}:7700", "others find it by the service's name"
+    assert settings.storage.database_password_file
+    assert settings.leadership.advertise == f"{name}:7700", "others find it by the service's name"
     assert not settings.policy.probes.required, "the agents' image has no torch, and no node would come back"
 
 

@@ -54,7 +54,7 @@ def test_vault_survives_stop_of_the_agent_unit() -> None:
 def test_controller_unit_command_line_is_accepted() -> None:
     program, *arguments = command("everstep-controller.service")
     assert program.endswith("/everstep-controller")
-    assert controller_settings(arguments, {}).listen == "h:1"
+    assert controller_settings(arguments, {}).listeners.listen == "h:1"
 
 
 def test_agent_unit_hides_nothing_that_the_agent_reads() -> None:

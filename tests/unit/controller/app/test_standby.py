@@ -15,9 +15,7 @@ from everstep.wire.v1 import operator_history
 from everstep_controller.app.standby import StandbyApp
 from everstep_controller.auth.credentials import Keyring
 from everstep_controller.auth.peers import UNKNOWN_PEER
-from everstep_controller.config import ControllerSettings
-from everstep_controller.core.policy import CorePolicy
-from tests.support.fleet.controllers import SECRET, VIEWER, bearer
+from tests.support.fleet.controllers import SECRET, VIEWER, bearer, make_settings
 from tests.support.fleet.core_fleet import START
 from tests.support.fleet.findings import xid
 from tests.support.fleet.journaled_fleet import JournaledFleet
@@ -27,7 +25,7 @@ TRY = operator_history.PolicyTrialRequest(change=operator_history.PolicyChange(k
 
 
 def _standby(journal: str = "") -> StandbyApp:
-    settings = ControllerSettings(secret_file="unused", policy=CorePolicy.lab_preset(), journal_dir=journal)
+    settings = make_settings(journal_dir=journal)
     return StandbyApp(settings, Keyring((SECRET,)), ManualClock(wall=START + 60.0), lambda: "http://10.0.0.9:7700")
 
 
@@ -86,7 +84,7 @@ def authorization(role: TokenRole, subject: str, secret: bytes = SECRET) -> list
 
 def test_standby_counts_only_agents_with_valid_credential() -> None:
     clock = ManualClock()
-    settings = ControllerSettings(secret_file="unused", policy=CorePolicy.lab_preset(), resign_after_s=15.0)
+    settings = make_settings(resign_after_s=15.0)
     standby = StandbyApp(settings, Keyring((SECRET,)), clock, lambda: "")
     for _ in range(7):
         standby.record_contact("n1", authorization(TokenRole.AGENT, "n1"), UNKNOWN_PEER)

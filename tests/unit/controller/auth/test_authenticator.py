@@ -10,7 +10,7 @@ from everstep.errors import AuthenticationError, RateLimited
 from everstep_controller.auth.authenticator import MAX_CACHED_TOKENS, Authenticator, RouteAccess
 from everstep_controller.auth.credentials import RELOAD_INTERVAL_S, CredentialStore, Keyring
 from everstep_controller.auth.peers import ConnectionPeer
-from everstep_controller.config import ControllerSettings
+from everstep_controller.config import ControllerSettings, RequestLimitSettings
 from everstep_controller.store.rows import CredentialRow
 
 SECRET = b"a secret of sixteen bytes or more"
@@ -47,7 +47,8 @@ def credentials() -> CredentialStore:
 
 @pytest.fixture
 def gate(clock: ManualClock, secret_file: Path, credentials: CredentialStore) -> Authenticator:
-    settings = ControllerSettings(agent_requests_per_s=4.0, request_burst_s=2.0, failed_authentications_per_s=1.0)
+    limits = RequestLimitSettings(agent_requests_per_s=4.0, request_burst_s=2.0, failed_authentications_per_s=1.0)
+    settings = ControllerSettings(request_limits=limits)
     return Authenticator(settings, Keyring.of_file(str(secret_file)), credentials, {}, clock, clock.wall)
 
 

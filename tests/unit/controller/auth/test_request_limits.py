@@ -8,7 +8,7 @@ from everstep.bearer_tokens import Identity, TokenRole
 from everstep.clock import ManualClock
 from everstep.errors import AuthenticationError, RateLimited
 from everstep_controller.auth.authenticator import MAX_REPORTS, FailedAuthentications, RequestLimits, network_of
-from everstep_controller.config import ControllerSettings
+from everstep_controller.config import RequestLimitSettings
 
 N1, N2 = Identity(TokenRole.AGENT, "n1"), Identity(TokenRole.AGENT, "n2")
 
@@ -19,7 +19,7 @@ def clock() -> ManualClock:
 
 
 def limits(clock: ManualClock, agent_reports_per_s: float = 1024.0) -> RequestLimits:
-    settings = ControllerSettings(
+    settings = RequestLimitSettings(
         agent_requests_per_s=8.0, agent_reports_per_s=agent_reports_per_s, requests_per_s=4.0, request_burst_s=2.0
     )
     return RequestLimits(settings, clock.monotonic)

@@ -8,12 +8,11 @@ from typing import Any
 
 from everstep.clock import ManualClock
 from everstep.errors import Unavailable
-from everstep_controller.config import ControllerSettings
-from everstep_controller.core.policy import CorePolicy
 from everstep_controller.core.state import HeartbeatState, NodeRuntime
 from everstep_controller.leadership.leader_checks import StandbyMonitor
 from everstep_controller.leadership.lease import Resignation
 from everstep_controller.store.rows import StandbyReport
+from tests.support.fleet.controllers import make_settings
 
 STANDBY_REPORT = StandbyReport(contacts={"b": 19})
 
@@ -39,8 +38,7 @@ class Loop:
 
 
 def watch(loop: Loop, clock: ManualClock, **settings: Any) -> StandbyMonitor:
-    controller_settings = ControllerSettings(secret_file="unused", policy=CorePolicy.lab_preset(), **settings)
-    return StandbyMonitor(controller_settings, loop, clock)  # type: ignore[arg-type]
+    return StandbyMonitor(make_settings(**settings), loop, clock)  # type: ignore[arg-type]
 
 
 def check_times(monitor: StandbyMonitor, clock: ManualClock, times: int) -> Resignation | None:

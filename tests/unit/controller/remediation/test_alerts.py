@@ -244,7 +244,7 @@ def test_runbook_has_a_heading_for_each_alert() -> None:
 
 def test_alerts_link_to_the_address_of_the_documentation() -> None:
     (line,) = [line for line in (ROOT / "mkdocs.yml").read_text().splitlines() if line.startswith("site_url:")]
-    assert ControllerSettings().docs_url == line.split()[1]
+    assert ControllerSettings().notifications.docs_url == line.split()[1]
 
 
 def _many(kind: str, count: int) -> list[Alert]:

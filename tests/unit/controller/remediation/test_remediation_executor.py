@@ -12,9 +12,7 @@ from everstep.clock import Backoff
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep_controller.app.replica import ControllerReplica
 from everstep_controller.auth.credentials import Keyring
-from everstep_controller.config import ControllerSettings
 from everstep_controller.core.effects import Remediation, RemediationKind
-from everstep_controller.core.policy import CorePolicy
 from everstep_controller.leadership.lease import NotLeadingError
 from everstep_controller.remediation.alerts import AlertNotifier
 from everstep_controller.remediation.executor import RELEASE_S, RemediationExecutor
@@ -23,7 +21,7 @@ from everstep_controller.remediation.remediator import DryRunRemediator
 from everstep_controller.remediation.service import CordonObserver
 from everstep_controller.store.database_errors import LeadershipLost
 from everstep_controller.store.rows import RemediationRow, RemediationState
-from tests.support.fleet.controllers import SECRET
+from tests.support.fleet.controllers import SECRET, make_settings
 from tests.support.fleet.remediation_executor import (
     FakeRemediator,
     RecordedTransactions,
@@ -237,13 +235,7 @@ async def _broken(*_: object, **__: object) -> None:
 def member(directory: Path) -> ControllerReplica:
     database = f"sqlite:///{directory}/c.db"
     create_with_schema(database)
-    settings = ControllerSettings(
-        secret_file="unused",
-        policy=CorePolicy.lab_preset(),
-        name="c",
-        database=database,
-        alert_url="http://127.0.0.1:1/",
-    )
+    settings = make_settings(name="c", database=database, alert_url="http://127.0.0.1:1/")
     return ControllerReplica(settings, Keyring((SECRET,)), SYSTEM_CLOCK, DryRunRemediator, database=database)
 
 
