@@ -55,7 +55,7 @@ def test_example_command_line_is_accepted(file: str) -> None:
     options = launched(file)
     assert Path(options.script).is_file()
     assert options.job == example(file)["metadata"]["name"]
-    assert options.grace_s < pod(file)["terminationGracePeriodSeconds"]
+    assert options.waits.grace_s < pod(file)["terminationGracePeriodSeconds"]
 
 
 def test_jobset_starts_one_launcher_more_than_the_job_needs() -> None:
@@ -63,7 +63,7 @@ def test_jobset_starts_one_launcher_more_than_the_job_needs() -> None:
     spec = job["template"]["spec"]
     options = launched("trainer-jobset.yaml")
     assert spec["parallelism"] == spec["completions"] == options.max_nodes + 1
-    assert options.local_addr == CLUSTER["POD_IP"]
+    assert options.rendezvous.local_addr == CLUSTER["POD_IP"]
     labels = spec["template"]["metadata"]["labels"]
     (rule,) = pod("trainer-jobset.yaml")["affinity"]["podAntiAffinity"][
         "requiredDuringSchedulingIgnoredDuringExecution"

@@ -69,7 +69,7 @@ from everstep.errors import ConfigurationError
 from everstep.host.parent_process import PARENT_VARIABLE
 from everstep.host.private_files import make_private_directories, write_private
 from everstep.system_clock import SYSTEM_CLOCK
-from everstep_trainer.launch.options import LaunchSettings
+from everstep_trainer.launch.options import PROGRAM
 from everstep_trainer.launch.services.job_rendezvous import LOOPBACK, Endpoint, controller_network
 from everstep_trainer.launch.services.private_services import PrivateService, controller_command, resolve_state_dir
 
@@ -107,7 +107,7 @@ class EverstepConfig(TorchConfig):
 
     def __post_init__(self) -> None:
         for name in self.settings:
-            if name not in LaunchSettings.__struct_fields__:
+            if name not in PROGRAM.settings:
                 raise ConfigurationError(f"EverstepConfig: everstep-launch has no setting {name!r}")
             if name in _SET_HERE.split():
                 raise ConfigurationError(f"EverstepConfig: {name} follows from the Ray job; leave it out")

@@ -91,7 +91,7 @@ def everstep_launch(
             level = logging.DEBUG if name in NOT_MISSED else logging.INFO
             log.log(level, "--%s has no effect: %s", name.replace("_", "-"), IGNORED_FLAGS[name])
         options = load_options(training_script, training_script_args or (), flags, os.environ)
-        handler.is_verbose = options.verbose
+        handler.is_verbose = options.display.verbose
         if options.endpoint_notice is not None:
             log.info("%s", options.endpoint_notice)
         if options.die_with_parent:

@@ -15,17 +15,17 @@ def find_earlier_run(options: LaunchOptions) -> EarlierRun | None:
 
     Raises ConfigurationError or Unavailable if the storage cannot be listed.
     """
-    root = options.spill_to
+    root = options.checkpoints.spill_to
     if root is None:
         return None
-    found = find_stored_run(root, options.job, fresh=options.fresh)
+    found = find_stored_run(root, options.job, fresh=options.checkpoints.fresh)
     return EarlierRun(
         folder=found.folder,
         versions=tuple(
             StoredVersion(version=checkpoint, url=url, written_at=at) for checkpoint, url, at in found.checkpoints
         ),
         generation=found.generation,
-        fresh=options.fresh,
+        fresh=options.checkpoints.fresh,
     )
 
 
@@ -55,6 +55,6 @@ def _describe_storage(options: LaunchOptions, earlier: EarlierRun | None) -> str
         unused = "; --start-from is not used" if options.start_from is not None else ""
         place = f"; it continues from step {newest.version.step} in {newest.url}, unless memory has a newer version"
         return f"{place} (--fresh starts anew){unused}"
-    assert options.spill_to is not None
-    start = "; it starts anew and" if options.fresh else "; it"
-    return f"{start} writes to {options.spill_to.rstrip('/')}/{earlier.folder}"
+    assert options.checkpoints.spill_to is not None
+    start = "; it starts anew and" if options.checkpoints.fresh else "; it"
+    return f"{start} writes to {options.checkpoints.spill_to.rstrip('/')}/{earlier.folder}"

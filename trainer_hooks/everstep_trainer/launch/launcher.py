@@ -172,15 +172,16 @@ async def launch(
     with the thread that forked them. Raises ConfigurationError for unusable options, or Unavailable.
     """
     async with contextlib.AsyncExitStack() as stack:
-        state_dir, labels = prepare_state_dir(options.state_dir, environ), dict[int, str]()
+        state_dir, labels = prepare_state_dir(options.directories.state_dir, environ), dict[int, str]()
         output = stack.enter_context(copying_output(options, state_dir, clock, labels))
         earlier = await asyncio.to_thread(find_earlier_run, options)
-        network, own_address = None, options.local_addr
+        network, own_address = None, options.rendezvous.local_addr
         if options.meets_at_endpoint:
             network = await asyncio.to_thread(meet, options, state_dir, stack)
             own_address = network.address
             environ = {**environ, **collective_environment(own_address, environ)}
-        segments = Path(options.segment_dir).absolute() if options.segment_dir is not None else None
+        segment_dir, display = options.directories.segment_dir, options.display
+        segments = Path(segment_dir).absolute() if segment_dir is not None else None
         private = PrivateServices(
             state_dir, options.job, clock, options.vault_linger_s, network, start=options.run_start, segments=segments
         )
@@ -196,7 +197,7 @@ async def launch(
         if network is not None and not private.has_controller:
 
             async def watch() -> None:
-                sentence = await watch_first_node(*private.controller(), options.first_node_timeout_s, clock)
+                sentence = await watch_first_node(*private.controller(), options.rendezvous.first_node_timeout_s, clock)
                 events.put_nowait(FirstNodeLost(sentence))
 
             stack.callback(asyncio.create_task(watch(), name="first node").cancel)
@@ -207,7 +208,7 @@ async def launch(
         launcher = Launcher(options, clock, spec, agent_socket, processes, events, labels, output, fleet, earlier)
         exit_status, detail, until = None, "interrupted", clock.wall()
         try:
-            interval_s = options.progress_interval_s if options.progress and not options.torchrun_script else None
+            interval_s = display.progress_interval_s if display.progress and not options.torchrun_script else None
             signals.deliver_to(lambda number: events.put_nowait(EndRequested(number)))
             async with showing_progress(fleet or private, options.job, clock, interval_s, environ):
                 outcome = await launcher.run()
@@ -245,10 +246,10 @@ async def _conclude_interruption(
     if launcher.is_job_over and not launcher.is_paused:
         return outcome
     kept = None
-    if options.spill_to is not None:
+    if options.checkpoints.spill_to is not None:
         kept = await wait_until_saved(private.ask, options.job, launcher.ends_by, clock)
     told = describe_continuation(
-        kept, spill_to=options.spill_to, grace_s=options.grace_s, command=options.command_to_continue
+        kept, spill_to=options.checkpoints.spill_to, grace_s=options.waits.grace_s, command=options.command_to_continue
     )
     return LauncherOutcome(outcome.exit_status, f"{outcome.sentence}: {told}")
 
@@ -281,9 +282,9 @@ class Launcher:
         self._fleet = fleet
         self._pool = WorkerPool(
             spec.nproc_per_node,
-            standbys=options.standbys,
+            standbys=options.processes.standbys,
             max_deaths=(options.max_script_restarts or 0) if options.torchrun_script else options.max_restarts,
-            standby_delay_s=options.standby_delay_s,
+            standby_delay_s=options.processes.standby_delay_s,
             max_script_restarts=options.max_script_restarts if options.max_nodes == 1 else None,
         )
         self._connection = LauncherConnection(agent_socket, options.job, self._make_joined, events.put_nowait)
@@ -328,7 +329,7 @@ class Launcher:
             self._tell_leaving(detail)
             self._processes.signal(self._pool.living_workers(), signal.SIGTERM)
             try:
-                async with asyncio.timeout(self._options.grace_s):
+                async with asyncio.timeout(self._options.waits.grace_s):
                     while self._pool.living_workers():
                         event = await self._events.get()
                         if isinstance(event, ForkServerLost):
@@ -346,7 +347,7 @@ class Launcher:
 
     def _begin_ending(self, number: signal.Signals) -> LauncherOutcome | None:
         """Pass the signal on to the ranks, and give them time to end; the controller saves the newest version."""
-        grace_s = self._options.grace_s
+        grace_s = self._options.waits.grace_s
         self._ending = ended_by_signal(number)
         self.signalled_at, self.ends_by = self._clock.wall(), self._clock.monotonic() + grace_s
         self._tell_leaving(number.name)
@@ -365,7 +366,7 @@ class Launcher:
             at=self._clock.wall(),
             launcher=self._incarnation,
             cause=cause[:4096],
-            grace_s=self._options.grace_s,
+            grace_s=self._options.waits.grace_s,
             ranks_ended=ranks_ended,
             is_notice=is_notice,
         )
@@ -405,7 +406,7 @@ class Launcher:
 
     def _warn_of_kill(self) -> None:
         left = len(self._pool.living_workers())
-        log.warning("%d processes did not end within --grace-s %g; killing them", left, self._options.grace_s)
+        log.warning("%d processes did not end within --grace-s %g; killing them", left, self._options.waits.grace_s)
 
     # --- events -------------------------------------------------------------------------------------------------------
 
@@ -440,7 +441,7 @@ class Launcher:
                     self._end_rank(event)
             case RankGraceOver():
                 if event.serial in self._pool.living_workers():
-                    log.warning("a rank did not end within --grace-s %g; killing it", self._options.grace_s)
+                    log.warning("a rank did not end within --grace-s %g; killing it", self._options.waits.grace_s)
                     self._processes.signal([event.serial], signal.SIGKILL)
             case ScriptGraceOver():
                 self._processes.signal(self._pool.workers_to_end_before(event.number), signal.SIGKILL)
@@ -464,7 +465,7 @@ class Launcher:
         if serial is None:
             return
         if order.has_grace:
-            grace_s = self._options.grace_s
+            grace_s = self._options.waits.grace_s
             log.info("local rank %d has %g s to end (--grace-s): %s", order.local_rank, grace_s, order.reason)
             self._processes.signal([serial], signal.SIGTERM)
             self._schedule(grace_s, RankGraceOver(serial))
@@ -565,7 +566,7 @@ class Launcher:
             self._schedule(ERROR_PRINT_WAIT_S, outcome)
         elif self._global_ranks:
             self._processes.signal(self._pool.living_workers().keys() - ranks.keys(), signal.SIGTERM)
-            self._schedule(self._options.exit_wait_s, outcome)
+            self._schedule(self._options.waits.exit_wait_s, outcome)
         else:  # workers of a spare node, which never got a rank
             return outcome
         return None
@@ -639,7 +640,7 @@ class Launcher:
                 log.warning("%s", action.sentence)
                 self._processes.signal(action.serials, signal.SIGTERM)
                 self._renew_store()
-                self._schedule(self._options.grace_s, ScriptGraceOver(action.number))
+                self._schedule(self._options.waits.grace_s, ScriptGraceOver(action.number))
             case ScriptEnded():
                 hint = " (in a job of several nodes, a script that does not call everstep.main needs --torchrun-script)"
                 is_hinted = several_nodes and action.exit_status

@@ -49,10 +49,10 @@ def fork_server_environment(options: LaunchOptions, environ: Mapping[str, str]) 
     Each rank gets one thread by default, as with torchrun. This must be set before torch is imported, which is before
     GPUs are counted, so ``gpu`` and ``auto`` count as several ranks.
     """
-    name = options.cache_name or options.job
-    environment = {**environ, **cache_environment(resolve_state_dir(options.state_dir, environ), name, environ)}
+    state_dir = resolve_state_dir(options.directories.state_dir, environ)
+    environment = {**environ, **cache_environment(state_dir, options.cache_name or options.job, environ)}
     environment.setdefault(NCCL2_VARIABLE, "0")
-    environment[PRELOAD_VARIABLE] = ",".join(options.preload)
+    environment[PRELOAD_VARIABLE] = ",".join(options.processes.preload)
     environment[JOB_VARIABLE] = options.job  # by these two `everstep chaos` finds the processes of a job
     if options.agent_socket is not None:
         environment[AGENT_SOCKET_VARIABLE] = options.agent_socket
@@ -228,7 +228,7 @@ class WorkerProcesses:
                 module=options.module,
                 arguments=options.arguments,
                 address=self.address[0],
-                grace_s=options.grace_s,
+                grace_s=options.waits.grace_s,
                 max_restarts=options.max_script_restarts or 0,
             )
             script, module, arguments = TORCHRUN_SCRIPT_MODULE, True, [command.to_json()]

@@ -43,7 +43,8 @@ def test_unused_flags_are_named_with_their_reason(caplog: pytest.LogCaptureFixtu
 def test_launchers_without_agents_meet_at_the_endpoint(script: str) -> None:
     flags = ["--nnodes=2", "--rdzv-endpoint=node1:29400"]
     meeting = launch_settings([*flags, "--node_rank=1", script], {"PET_RDZV_ENDPOINT": "elsewhere:1"})
-    assert (meeting.meets_at_endpoint, meeting.rdzv_endpoint, meeting.node_rank) == (True, "node1:29400", 1)
+    assert meeting.meets_at_endpoint
+    assert (meeting.rendezvous.rdzv_endpoint, meeting.rendezvous.node_rank) == ("node1:29400", 1)
     assert (meeting.job, meeting.vault_linger_s, meeting.endpoint_notice) == ("train", None, None)
     assert launch_settings([*flags, "--job=j", script], {}).vault_linger_s == 600
 
@@ -176,7 +177,9 @@ def test_parity_and_spill_are_requested_of_the_controller(script: str, tmp_path:
     assert spec.spill is not None
     assert (spec.parity_group_size, spec.spill.every_steps, spec.spill.keep_last) == (4, 50, 0)
     assert spec.spill.url == str(Path.cwd() / "stored")
-    assert launch_settings([*argv, "--spill-to=s3://bucket/runs", script], {}).spill_to == "s3://bucket/runs"
+    assert (
+        launch_settings([*argv, "--spill-to=s3://bucket/runs", script], {}).checkpoints.spill_to == "s3://bucket/runs"
+    )
     assert launch_settings([script], {}).job_spec(2).spill is None
 
 

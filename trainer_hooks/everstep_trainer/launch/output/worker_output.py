@@ -76,7 +76,8 @@ def copying_output(
     Raises ConfigurationError if ``--log-dir`` cannot be written. If nothing can be kept, that is logged.
     """
     handler = launcher_log()
-    is_direct = options.log_dir is None and not options.keep_output
+    log_files = options.log_files
+    is_direct = log_files.log_dir is None and not options.display.keep_output
     about = AboutOutput(job=options.job, started_at=clock.wall(), keeps_ranks=not is_direct)
     with contextlib.ExitStack() as stack:
         folder = None
@@ -85,13 +86,13 @@ def copying_output(
             stack.callback(os.close, lock)
         except OSError as error:
             log.warning("output is not kept for `everstep logs`: %s", error)
-        log_dir = Path(options.log_dir) / options.job if options.log_dir is not None else None
+        log_dir = Path(log_files.log_dir) / options.job if log_files.log_dir is not None else None
         copier = OutputCopier(
             handler.screen if handler is not None else Screen(),
             clock,
             folder=folder,
             log_dir=log_dir,
-            is_tee=options.tee != "0",
+            is_tee=log_files.tee != "0",
             labels=labels,
         )
         stack.callback(copier.end)

@@ -35,7 +35,7 @@ from everstep.errors import ConfigurationError, Unavailable
 from everstep.host.agent_places import local_node_name
 from everstep.host.private_files import make_private_directories, write_private
 from everstep.ids import check_name
-from everstep_trainer.launch.options import LaunchOptions
+from everstep_trainer.launch.options import LaunchOptions, RendezvousSettings
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29400  # torchrun's, of an endpoint without one
@@ -375,21 +375,22 @@ def meet(
     Raises ConfigurationError if the endpoint, the secret or the node's name cannot be used, Unavailable if the
     endpoint's host is unknown.
     """
-    assert options.rdzv_endpoint is not None
-    endpoint = Endpoint.parse(options.rdzv_endpoint)
-    if options.job_secret_file is not None:
-        secret = read_job_secret(Path(options.job_secret_file))
+    settings = options.rendezvous
+    assert settings.rdzv_endpoint is not None
+    endpoint = Endpoint.parse(settings.rdzv_endpoint)
+    if settings.job_secret_file is not None:
+        secret = read_job_secret(Path(settings.job_secret_file))
     elif endpoint.is_loopback:
         secret = _machine_secret(state_dir)
     else:
         raise ConfigurationError(
             f"launchers that meet at {endpoint} must share a secret: make one with {HOW_TO_MAKE_ONE}"
         )
-    claim = claim_endpoint(endpoint, options.node_rank)
+    claim = claim_endpoint(endpoint, settings.node_rank)
     if claim is not None:
         stack.enter_context(claim)
     addresses = endpoint.resolve()
-    found = options.local_addr or _own_address(endpoint, addresses, is_first=claim is not None)
+    found = settings.local_addr or _own_address(endpoint, addresses, is_first=claim is not None)
     address = found or rendezvous_host(None, several_nodes=True)
     listen = None
     if claim is not None:
@@ -399,7 +400,7 @@ def meet(
         listen = str(Endpoint(own if is_reachable else "0.0.0.0", endpoint.port))  # noqa: S104
     names = (endpoint.host, socket.gethostname(), socket.getfqdn(), address, *addresses)
     return ServiceNetwork(
-        node=_node_name(options, endpoint, is_first=claim is not None),
+        node=_node_name(settings, endpoint, is_first=claim is not None),
         address=address,
         controller=f"https://{endpoint}",
         listen=listen,
@@ -427,11 +428,11 @@ def _preset(endpoint: Endpoint) -> Literal["lab", "production"]:
     return "lab" if endpoint.is_loopback else "production"
 
 
-def _node_name(options: LaunchOptions, endpoint: Endpoint, *, is_first: bool) -> str:
+def _node_name(settings: RendezvousSettings, endpoint: Endpoint, *, is_first: bool) -> str:
     """Return the given name, or the host's; launchers that meet on loopback share one host, and get a number."""
-    name = options.node or local_node_name()
-    if not options.node and endpoint.is_loopback:
-        number = options.node_rank if options.node_rank is not None else 0 if is_first else 1
+    name = settings.node or local_node_name()
+    if not settings.node and endpoint.is_loopback:
+        number = settings.node_rank if settings.node_rank is not None else 0 if is_first else 1
         name = f"{name}-{number}"
     try:
         return check_name(name, "node")

@@ -18,7 +18,7 @@ from everstep.bearer_tokens import TokenRole, verify_with_secret
 from everstep.clock import ManualClock
 from everstep.errors import ConfigurationError, Unavailable
 from everstep.system_clock import SYSTEM_CLOCK
-from everstep_trainer.launch.options import LaunchOptions
+from everstep_trainer.launch.options import LaunchOptions, RendezvousSettings
 from everstep_trainer.launch.services import job_rendezvous
 from everstep_trainer.launch.services.job_rendezvous import (
     AUTHORITY_FILE,
@@ -52,7 +52,8 @@ def stack() -> Iterator[contextlib.ExitStack]:
 
 
 def options(endpoint: str, **given: Any) -> LaunchOptions:
-    return LaunchOptions(script="train.py", job=given.pop("job", "j"), nnodes=2, rdzv_endpoint=endpoint, **given)
+    job, rendezvous = given.pop("job", "j"), RendezvousSettings(rdzv_endpoint=endpoint, **given)
+    return LaunchOptions(script="train.py", job=job, nnodes=2, rendezvous=rendezvous)
 
 
 @pytest.mark.parametrize(
