@@ -40,8 +40,8 @@ def base() -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def contained(base: Path, controller: str, *options: str) -> Iterator[subprocess.Popen[bytes]]:
-    """``unshare`` with an agent as its child, which is process 1 to itself."""
+def agent_in_namespace(base: Path, controller: str, *options: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Start ``unshare`` with an agent as its child, which is process 1 in its own namespace."""
     (base / "token").write_text(TOKEN)
     command = [*UNSHARE, sys.executable, "-m", "everstep_agent.main", "--node", "n1", "--controller", controller]
     command += ["--token-file", str(base / "token"), "--run-dir", str(base / "run"), "--virtual", "default:2"]
@@ -70,7 +70,7 @@ def descendants(pid: int) -> list[int]:
 
 @pytest.mark.slow
 def test_agent_as_process_1_serves_and_ends_in_order(base: Path, controller: ControllerStub) -> None:
-    with contained(base, controller.url) as outer:
+    with agent_in_namespace(base, controller.url) as outer:
         status = json.loads((base / "run" / "agent.json").read_text())
         assert status["pid"] == 1
         assert min(status["vault_pid"], status["sensor_pid"]) > 1
@@ -85,7 +85,7 @@ def test_agent_as_process_1_serves_and_ends_in_order(base: Path, controller: Con
 
 @pytest.mark.slow
 def test_agent_as_process_1_follows_an_outside_parent(base: Path, controller: ControllerStub) -> None:
-    with contained(base, controller.url, "--die-with-parent") as outer:
+    with agent_in_namespace(base, controller.url, "--die-with-parent") as outer:
         family = descendants(outer.pid)
         outer.kill()
         until(lambda: not any(is_running(pid) for pid in family), "all its processes are gone")

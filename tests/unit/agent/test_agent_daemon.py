@@ -1,4 +1,4 @@
-"""The whole agent as its own process: sensors, vault, ranks and a controller on the other side."""
+"""The whole agent as its own process, with sensors, a vault, ranks and a stub of the controller."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def spec(number: int, vault: str) -> GenerationSpec:
 
 
 class Peer:
-    """A launcher, or a rank, played by the test over ``agent.sock``."""
+    """A launcher or a rank, which the test plays over ``agent.sock``."""
 
     def __init__(self, agent: AgentProcess, local_rank: int | None = None) -> None:
         self.socket = socket.socket(socket.AF_UNIX)
@@ -74,13 +74,13 @@ class Peer:
         self._frames: FrameDecoder[local.FromAgent] = FrameDecoder(local.FromAgent, local.MAX_FRAME_BYTES)
         self._heard: list[local.FromAgent] = []
         role = local.ConnectionRole.LAUNCHER if local_rank is None else local.ConnectionRole.RANK
-        self.say(local.Hello(protocols=(1,), role=role, job="j", pid=os.getpid(), local_rank=local_rank))
-        assert isinstance(self.next(), local.Welcome)
+        self.send(local.Hello(protocols=(1,), role=role, job="j", pid=os.getpid(), local_rank=local_rank))
+        assert isinstance(self.receive(), local.Welcome)
 
-    def say(self, message: object) -> None:
+    def send(self, message: object) -> None:
         self.socket.sendall(encode_frame(message))
 
-    def next(self) -> local.FromAgent:
+    def receive(self) -> local.FromAgent:
         while not self._heard:
             data = self.socket.recv(1 << 16)
             assert data, "the agent closed the connection"
@@ -90,7 +90,7 @@ class Peer:
 
 @pytest.fixture
 def launcher_of() -> Iterator[type[Peer]]:
-    """Makes peers whose sockets are closed at the end."""
+    """Return a function that makes peers, whose sockets are closed at the end."""
     made: list[Peer] = []
 
     class Closed(Peer):
@@ -105,7 +105,7 @@ def launcher_of() -> Iterator[type[Peer]]:
 
 def join(peer: Peer) -> None:
     offer = LauncherJoined(job="j", at=0.0, spec=JobSpec(job="j"), launcher=5, store="127.0.0.1:1")
-    peer.say(offer)
+    peer.send(offer)
 
 
 def rank_process(agent: AgentProcess, generation: int = 1) -> WarmProgram:
@@ -117,8 +117,8 @@ def rank_process(agent: AgentProcess, generation: int = 1) -> WarmProgram:
     return child
 
 
-def a_segment(agent: AgentProcess) -> Path:
-    """A rank's segment in the vault."""
+def open_segment(agent: AgentProcess) -> Path:
+    """Open a rank's segment in the vault, and return its path."""
     vault = VaultClient(agent.run_dir / "vault.sock")
     try:
         answer = vault.ask(local.OpenSegment, job="j", local_rank=0, slot_bytes=4096, slots=SLOTS_PER_RANK)
@@ -128,8 +128,8 @@ def a_segment(agent: AgentProcess) -> Path:
         vault.close()
 
 
-def left_of(agent: AgentProcess) -> list[str]:
-    """Return the files that are left, except those for the next agent of the node."""
+def leftover_files(agent: AgentProcess) -> list[str]:
+    """Return the remaining files, except those for the next agent of the node."""
     kept = ("incarnation", "sensors.state", "profile.json")
     files = [p.name for p in agent.run_dir.glob("*") if p.name not in kept]
     return files + [str(p) for p in agent.segments.rglob("*")]
@@ -143,14 +143,14 @@ def test_agent_reports_rank_loss_and_forwards_new_generation(
     join(launcher)
     controller.first_report(LauncherJoined)
     controller.push(NewGeneration(spec=spec(1, ready["vault"])))
-    assert isinstance(launcher.next(), NewGeneration)
+    assert isinstance(launcher.receive(), NewGeneration)
     rank = rank_process(agent)
     controller.wait_for(lambda: controller.heartbeats and controller.heartbeats[-1].ranks)
     rank.kill()
     lost = controller.first_report(RankLost)
     assert (lost.generation, lost.rank, lost.has_replacement) == (1, 0, True)
     controller.push(NewGeneration(spec=spec(2, ready["vault"])))
-    second = launcher.next()
+    second = launcher.receive()
     assert isinstance(second, NewGeneration)
     assert second.spec.number == 2
 
@@ -167,14 +167,14 @@ def test_agent_closes_nvml_by_the_controllers_order(agent: AgentProcess, control
 
 def test_upgrade_keeps_the_vault_until_stop_vault_on_exit(agent: AgentProcess, controller: ControllerStub) -> None:
     first = agent.start()
-    segment = a_segment(agent)
+    segment = open_segment(agent)
     assert agent.end() == 0
     assert is_running(first["vault_pid"])
     assert segment.exists()
     second = agent.start("--stop-vault-on-exit")
     assert second["vault_pid"] == first["vault_pid"]
     assert agent.end() == 0
-    assert left_of(agent) == []
+    assert leftover_files(agent) == []
     until(lambda: not is_running(first["vault_pid"]), "the vault is gone")
 
 
@@ -185,19 +185,19 @@ def test_die_with_parent_ends_the_agent_of_a_killed_parent(agent: AgentProcess) 
     parent = subprocess.Popen([sys.executable, "-c", f"import subprocess; subprocess.run({command!r})"])
     try:
         ready = until(lambda: agent.ready, "the agent is ready")
-        segment = a_segment(agent)
+        segment = open_segment(agent)
     finally:
         parent.kill()
         parent.wait()
     pids = [ready["pid"], ready["vault_pid"], ready["sensor_pid"]]
     until(lambda: not any(is_running(pid) for pid in pids), "all its processes are gone")
     assert not segment.exists()
-    assert left_of(agent) == []
+    assert leftover_files(agent) == []
 
 
 def test_die_with_parent_ends_the_helpers_of_a_killed_agent(agent: AgentProcess) -> None:
     ready = agent.start("--die-with-parent")
-    segment = a_segment(agent)
+    segment = open_segment(agent)
     agent.kill()
     until(lambda: not any(is_running(pid) for pid in agent.pids), "all its processes are gone")
     assert not segment.exists()
@@ -251,4 +251,4 @@ def test_unusable_settings_end_the_agent_with_a_message(
 ) -> None:
     assert agent.launch(*options).wait(DEADLINE_S) == 2
     assert word in agent.log()
-    assert left_of(agent) == []
+    assert leftover_files(agent) == []

@@ -1,4 +1,4 @@
-"""The agent's settings: where they come from, and which contradictions are refused."""
+"""The agent's settings: their sources, and the contradictions that are refused."""
 
 from __future__ import annotations
 

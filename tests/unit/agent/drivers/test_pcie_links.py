@@ -17,7 +17,7 @@ LINK = f"gpu.pcie_link/{BUS}"
 
 
 def link(generation: int = 5, width: int = 16, busy: float | None = 0.95) -> GpuSample:
-    """A GPU capable of generation 5 with 16 lanes, whose link was read while it was ``busy``."""
+    """Return a GPU capable of generation 5 with 16 lanes, whose link was read while the GPU was ``busy``."""
     return gpu(
         pcie_generation=generation,
         pcie_generation_max=5,
@@ -67,7 +67,7 @@ def test_boot_clears_the_link_finding(sample: GpuSample) -> None:
 
 
 def _pci(root: Path, port: dict[str, str], device: dict[str, str]) -> Path:
-    """A GPU at 0000:1b:00.0 behind a port, as the kernel shows both."""
+    """Return a GPU at 0000:1b:00.0 behind a port, as the kernel shows both."""
     folder = root / "devices/pci0000:15/0000:15:01.0/0000:1b:00.0"
     folder.mkdir(parents=True)
     for place, files in ((folder.parent, port), (folder, device)):

@@ -12,13 +12,13 @@ from tests.support.agents.sensors import BUS, TimedAssessor, gpu
 UUID = "GPU-b6c3b2be-c55b-d076-fa0e-d464e4c7e08b"
 
 
-def read(*lines: str) -> list[XidEvent]:
+def parse(*lines: str) -> list[XidEvent]:
     reader = XidParser()
     return [event for line in lines if (event := reader.parse_line(line)) is not None]
 
 
-def said(*lines: str) -> list[tuple[str, int]]:
-    return [(event.pci_bus_id, event.xid) for event in read(*lines)]
+def xids_of(*lines: str) -> list[tuple[str, int]]:
+    return [(event.pci_bus_id, event.xid) for event in parse(*lines)]
 
 
 @pytest.mark.parametrize(
@@ -50,14 +50,14 @@ def said(*lines: str) -> list[tuple[str, int]]:
     ],
 )
 def test_xid_line_is_read(line: str, bus: str, xid: int) -> None:
-    (event,) = read(line)
+    (event,) = parse(line)
     assert (event.pci_bus_id, event.xid, event.source, event.text) == (bus, xid, "kernel", line)
 
 
 def test_xid_with_only_a_uuid_names_the_announced_gpu() -> None:
     line = f"NVRM: Xid ({UUID}): 79, GPU has fallen off the bus."
-    assert said(line) == []
-    assert said(f"NVRM: GPU at PCI:0000:91:00: {UUID}", line) == [("0000:91:00", 79)]
+    assert xids_of(line) == []
+    assert xids_of(f"NVRM: GPU at PCI:0000:91:00: {UUID}", line) == [("0000:91:00", 79)]
 
 
 def test_xid_with_only_a_uuid_names_a_gpu_listed_by_nvml() -> None:
@@ -88,7 +88,7 @@ def test_xid_with_only_a_uuid_names_a_gpu_listed_by_nvml() -> None:
     ],
 )
 def test_line_without_an_xid_is_ignored(line: str) -> None:
-    assert read(line) == []
+    assert parse(line) == []
 
 
 @pytest.mark.parametrize(
@@ -136,11 +136,11 @@ def test_line_without_an_xid_is_ignored(line: str) -> None:
     ],
 )
 def test_gpu_off_the_bus_is_one_xid_79(lines: tuple[str, ...]) -> None:
-    assert said(*lines) == [("0000:b3:00", 79)]
+    assert xids_of(*lines) == [("0000:b3:00", 79)]
 
 
 def test_gpu_off_the_bus_keeps_all_lines_as_evidence() -> None:
-    (event,) = read(
+    (event,) = parse(
         "NVRM: The NVIDIA GPU 0000:b3:00.0",
         "NVRM: (PCI ID: 10de:26b5) installed in this system has",
         "NVRM: fallen off the bus and is not responding to commands.",
@@ -155,7 +155,7 @@ def test_two_gpus_off_the_bus_are_two_events() -> None:
         "NVRM: GPU 0000:b3:00.0: GPU has fallen off the bus.",
         "NVRM: GPU 0000:b4:00.0: GPU has fallen off the bus.",
     ]
-    assert said(*lines) == [("0000:b3:00", 79), ("0000:b4:00", 79)]
+    assert xids_of(*lines) == [("0000:b3:00", 79), ("0000:b4:00", 79)]
 
 
 SWITCH = "0000:c1:00.0"

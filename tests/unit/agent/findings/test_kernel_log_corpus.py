@@ -1,4 +1,4 @@
-"""A corpus of kernel log lines: what the agent makes of each, against what the drivers' sources say of it.
+"""A corpus of kernel log lines: the agent's findings from each line, compared with the drivers' sources.
 
 Each row of ``kernel_log_corpus.csv`` is a line in the format of a driver (open-gpu-kernel-modules, Linux), and the one
 finding that it deserves by NVIDIA's public Xid catalogue, its fabric manager guide, or the kernel's own words; no kind
@@ -37,7 +37,7 @@ def corpus() -> list[Row]:
 
 
 def judge(line: str, policy: FindingPolicy) -> list[tuple[str, str, str, str]]:
-    """Return kind (with the XID), severity, action and subject of each finding that a line makes on a healthy node."""
+    """Return kind (with the XID), severity, action and subject of each finding from a line on a healthy node."""
     assessor = TimedAssessor(policy)
     assessor.polls(1, gpu(pci_bus_id="0000:5d:00"))
     assessor.lines(line)

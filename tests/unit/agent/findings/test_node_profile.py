@@ -1,4 +1,4 @@
-"""The profile of a healthy node: what it learns, what it compares, and what it leaves alone."""
+"""The profile of a healthy node: what the agent learns, compares and ignores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A site's policy files that change while the agent runs, and the findings and histories that stay."""
+"""A site's policy files that change while the agent runs, and the findings and histories that are kept."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OOPS = "Oops: 0000 [#1] SMP"
 
 
 def loaded(watch: PolicyWatch) -> bool:
-    """Let the watch look until it has acted, or twice. Returns whether it loaded the files or found a mistake."""
+    """Let the watch check until it has loaded the files or found a mistake, at most twice. Return whether it did."""
     return watch.check() or watch.check()
 
 

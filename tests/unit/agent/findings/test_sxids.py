@@ -1,4 +1,4 @@
-"""Errors of NVSwitches by number and by the driver's word."""
+"""Errors of NVSwitches by number and by the severity that the driver prints."""
 
 from __future__ import annotations
 

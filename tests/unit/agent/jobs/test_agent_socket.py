@@ -1,4 +1,4 @@
-"""``agent.sock`` over real unix sockets, with real processes that are really stopped and killed."""
+"""``agent.sock`` over real unix sockets, with real processes that the tests stop and kill."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def spec(number: int, secret: str = "s" * 16) -> GenerationSpec:
 
 
 class Agent:
-    """The agent's local half over a real socket, with its reports."""
+    """The part of an agent that serves its node, over a real socket, with its reports."""
 
     def __init__(self, run_dir: Path, max_connections: int = 16, exit_grace_s: float = 0.003) -> None:
         self.reports: list[Any] = []
@@ -117,7 +117,7 @@ class Agent:
         return (await self.until(lambda: [r for r in self.reports if isinstance(r, kind)]))[0]
 
     async def rank(self, local_rank: int, *last_word: str) -> subprocess.Popen[str]:
-        """A rank's process that is connected and ticks in generation 1."""
+        """Connect a rank's process that sends heartbeats in generation 1."""
         arguments = [str(self.path), "j", str(local_rank), "1", str(local_rank), *last_word]
         child = subprocess.Popen(
             [sys.executable, "-m", "tests.support.agents.rank_peer", *arguments], stdout=subprocess.PIPE, text=True
@@ -134,10 +134,10 @@ class Agent:
 
     async def launcher(self) -> Client:
         client = await self.connect()
-        await client.say(Hello(protocols=(1,), role=ConnectionRole.LAUNCHER, job="j", pid=os.getpid()))
+        await client.send(Hello(protocols=(1,), role=ConnectionRole.LAUNCHER, job="j", pid=os.getpid()))
         offer = LauncherJoined(job="j", at=0.0, spec=JobSpec(job="j"), launcher=5, store="127.0.0.1:1")
-        await client.say(offer)
-        await client.next(Welcome)
+        await client.send(offer)
+        await client.receive(Welcome)
         await self.one(LauncherJoined)
         return client
 
@@ -151,12 +151,12 @@ class Client:
         self._decoder: FrameDecoder[FromAgent] = FrameDecoder(FromAgent, MAX_FRAME_BYTES)
         self._heard: list[FromAgent] = []
 
-    async def say(self, message: Any) -> None:
+    async def send(self, message: Any) -> None:
         self.writer.write(encode_frame(message))
         await self.writer.drain()
 
-    async def next(self, kind: type[T]) -> T:
-        """The next message, which must be of this kind."""
+    async def receive(self, kind: type[T]) -> T:
+        """Return the next message, which must be of this kind."""
         async with asyncio.timeout(DEADLINE_S):
             while not self._heard:
                 data = await self.reader.read(1 << 16)
@@ -171,7 +171,7 @@ class Client:
         self.writer.write(encode_frame(message))
         self.writer.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
 
-    async def closed(self) -> bool:
+    async def wait_until_closed(self) -> bool:
         """Wait for the agent to end the connection, and return True."""
         async with asyncio.timeout(DEADLINE_S):
             with contextlib.suppress(ConnectionError):
@@ -202,7 +202,7 @@ async def agent(run_dir: Path, **settings: Any) -> AsyncIterator[Agent]:
         await asyncio.sleep(0.01)
 
 
-def play(story: Coroutine[Any, Any, None]) -> None:
+def run_story(story: Coroutine[Any, Any, None]) -> None:
     asyncio.run(story)
 
 
@@ -218,7 +218,7 @@ def test_only_the_owner_can_open_the_socket(run_dir: Path) -> None:
             assert node.path.stat().st_mode & 0o777 == 0o600
         assert not node.path.exists()
 
-    play(story())
+    run_story(story())
 
 
 def test_socket_left_behind_by_a_killed_agent_is_replaced(run_dir: Path) -> None:
@@ -230,7 +230,7 @@ def test_socket_left_behind_by_a_killed_agent_is_replaced(run_dir: Path) -> None
         async with agent(run_dir) as node:
             await node.launcher()
 
-    play(story())
+    run_story(story())
 
 
 def test_killed_process_is_a_lost_rank(run_dir: Path) -> None:
@@ -245,7 +245,7 @@ def test_killed_process_is_a_lost_rank(run_dir: Path) -> None:
             endings = ("its process ended", "its connection ")
             assert lost.detail.startswith(endings), "the connection may break where the rank had not read everything"
 
-    play(story())
+    run_story(story())
 
 
 def test_goodbye_counts_though_a_later_write_fails(run_dir: Path) -> None:
@@ -253,9 +253,9 @@ def test_goodbye_counts_though_a_later_write_fails(run_dir: Path) -> None:
         async with agent(run_dir) as node:
             node.jobs.handle_directives([NewGeneration(spec=spec(1))])
             client = await node.connect()
-            await client.say(Hello(protocols=(1,), role=ConnectionRole.RANK, job="j", pid=os.getpid(), local_rank=0))
-            await client.say(RankHeartbeat(generation=1, rank=0, step=1, step_s=0.1))
-            await client.next(Welcome)
+            await client.send(Hello(protocols=(1,), role=ConnectionRole.RANK, job="j", pid=os.getpid(), local_rank=0))
+            await client.send(RankHeartbeat(generation=1, rank=0, step=1, step_s=0.1))
+            await client.receive(Welcome)
             await node.until(node.jobs.is_busy)
             client.end_with(Goodbye(detail="done"))
             node.jobs.handle_directives([NewGeneration(spec=spec(2))])
@@ -263,12 +263,12 @@ def test_goodbye_counts_though_a_later_write_fails(run_dir: Path) -> None:
             await asyncio.sleep(0.01)
             assert node.reports == []
 
-    play(story())
+    run_story(story())
 
 
 @needs_futex
 def test_death_is_known_though_the_connection_is_open(run_dir: Path) -> None:
-    """A child of the rank keeps the socket, as the kernel does while it frees much memory."""
+    """A child of the rank keeps the socket open, as the kernel does while it frees much memory."""
 
     async def story() -> None:
         async with agent(run_dir) as node:
@@ -288,7 +288,7 @@ def test_death_is_known_though_the_connection_is_open(run_dir: Path) -> None:
                 os.kill(child, signal.SIGKILL)
                 rank.wait()
 
-    play(story())
+    run_story(story())
 
 
 def test_goodbye_counts_though_the_death_is_known_first(run_dir: Path) -> None:
@@ -296,9 +296,9 @@ def test_goodbye_counts_though_the_death_is_known_first(run_dir: Path) -> None:
         async with agent(run_dir) as node:
             node.jobs.handle_directives([NewGeneration(spec=spec(1))])
             client = await node.connect()
-            await client.say(Hello(protocols=(1,), role=ConnectionRole.RANK, job="j", pid=os.getpid(), local_rank=0))
-            await client.say(RankHeartbeat(generation=1, rank=0, step=1, step_s=0.1))
-            await client.next(Welcome)
+            await client.send(Hello(protocols=(1,), role=ConnectionRole.RANK, job="j", pid=os.getpid(), local_rank=0))
+            await client.send(RankHeartbeat(generation=1, rank=0, step=1, step_s=0.1))
+            await client.receive(Welcome)
             await node.until(node.jobs.is_busy)
             (connection,) = node.server.connections
             client.writer.write(encode_frame(Goodbye(detail="done")))
@@ -307,7 +307,7 @@ def test_goodbye_counts_though_the_death_is_known_first(run_dir: Path) -> None:
             await asyncio.sleep(0.01)
             assert node.reports == []
 
-    play(story())
+    run_story(story())
 
 
 def test_launcher_gets_no_memory_for_a_mutex(run_dir: Path) -> None:
@@ -317,7 +317,7 @@ def test_launcher_gets_no_memory_for_a_mutex(run_dir: Path) -> None:
             (connection,) = node.server.connections
             assert connection._watch is None
 
-    play(story())
+    run_story(story())
 
 
 @pytest.mark.slow
@@ -333,7 +333,7 @@ def test_stopped_process_is_reported_once(run_dir: Path) -> None:
             rank.send_signal(signal.SIGSTOP)
             rank.send_signal(signal.SIGCONT)
 
-    play(story())
+    run_story(story())
 
 
 @pytest.mark.slow
@@ -342,17 +342,17 @@ def test_kill_order_ends_stopped_process_and_informs_launcher(run_dir: Path) -> 
         async with agent(run_dir) as node:
             launcher = await node.launcher()
             node.jobs.handle_directives([NewGeneration(spec=spec(1))])
-            await launcher.next(NewGeneration)
+            await launcher.receive(NewGeneration)
             rank = await node.rank(0)
             rank.send_signal(signal.SIGSTOP)
             await node.one(RankUnresponsive)
             body = KillRank(job="j", generation=1, rank=0, local_rank=0, reason="it hangs")
             node.jobs.handle_directives([body])
             assert await asyncio.to_thread(rank.wait, DEADLINE_S) == -signal.SIGKILL
-            assert await launcher.next(KillRank) == body
+            assert await launcher.receive(KillRank) == body
             assert (await node.one(RankLost)).detail.startswith("killed by order of the controller: it hangs")
 
-    play(story())
+    run_story(story())
 
 
 def test_kill_after_process_exit_is_harmless(run_dir: Path) -> None:
@@ -364,15 +364,15 @@ def test_kill_after_process_exit_is_harmless(run_dir: Path) -> None:
             rank.wait()
             connection.kill()
 
-    play(story())
+    run_story(story())
 
 
 def test_slow_reader_blocks_no_peer_and_gets_the_newest(run_dir: Path) -> None:
     async def story() -> None:
         async with agent(run_dir) as node:
             client = await node.connect()
-            await client.say(Hello(protocols=(1,), role=ConnectionRole.RANK, job="j", pid=os.getpid(), local_rank=0))
-            await client.next(Welcome)
+            await client.send(Hello(protocols=(1,), role=ConnectionRole.RANK, job="j", pid=os.getpid(), local_rank=0))
+            await client.receive(Welcome)
             client.writer.transport.pause_reading()  # type: ignore[attr-defined]
             big = spec(1, secret="s" * 200_000)
             for number in range(1, 60):
@@ -385,11 +385,11 @@ def test_slow_reader_blocks_no_peer_and_gets_the_newest(run_dir: Path) -> None:
             client.writer.transport.resume_reading()  # type: ignore[attr-defined]
             newest: dict[type, Any] = {}
             while not (VersionNotice in newest and newest[VersionNotice].committed == Version(59, 1)):
-                message: Any = await client.next(object)
+                message: Any = await client.receive(object)
                 newest[type(message)] = message
             assert newest[NewGeneration].spec.number == 59
 
-    play(story())
+    run_story(story())
 
 
 @pytest.mark.parametrize(
@@ -411,11 +411,11 @@ def test_malformed_input_closes_the_connection_and_counts(run_dir: Path, first: 
         async with agent(run_dir) as node:
             client = await node.connect()
             client.writer.write(first)
-            assert await client.closed()
+            assert await client.wait_until_closed()
             assert dict(node.server.refused_counts) == dict.fromkeys(REFUSAL_REASONS, 0) | {why: 1}
             await node.launcher()  # others are served on
 
-    play(story())
+    run_story(story())
 
 
 def test_one_connection_too_many_is_turned_away(run_dir: Path) -> None:
@@ -424,10 +424,10 @@ def test_one_connection_too_many_is_turned_away(run_dir: Path) -> None:
             for _ in range(2):
                 await node.connect()
             turned_away = await node.connect()
-            assert await turned_away.closed()
+            assert await turned_away.wait_until_closed()
             assert node.server.refused_counts["forbidden"] == 1
 
-    play(story())
+    run_story(story())
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -447,7 +447,7 @@ def test_another_users_process_is_turned_away() -> None:
             stranger.close()
 
     with tempfile.TemporaryDirectory(dir="/tmp") as directory:
-        play(story(Path(directory)))
+        run_story(story(Path(directory)))
 
 
 def test_agent_shutdown_reports_no_loss(run_dir: Path) -> None:
@@ -458,8 +458,8 @@ def test_agent_shutdown_reports_no_loss(run_dir: Path) -> None:
             await node.rank(0)
             before = list(node.reports)
             node.server.close()
-            assert await launcher.closed()
+            assert await launcher.wait_until_closed()
             await asyncio.sleep(0.02)
             assert node.reports == before
 
-    play(story())
+    run_story(story())

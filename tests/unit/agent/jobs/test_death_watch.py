@@ -1,4 +1,4 @@
-"""Deaths known by robust mutexes, and everything that looks like one and is none."""
+"""Deaths of processes recognised by robust mutexes, and states that look like a death and are none."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ ENDED = (KILLED, ProcessEnd())
 needs_futex = pytest.mark.skipif(not is_supported(), reason="no futex call is known for this machine")
 
 
-class Watched:
-    """A process with a mutex, and the watch of it."""
+class WatchedProcess:
+    """A process that holds a mutex, and the watch of it."""
 
     def __init__(self, who: str = "main", *prefix: str) -> None:
         self.deaths: SimpleQueue[ProcessEnd] = SimpleQueue()
@@ -56,7 +56,7 @@ class Watched:
         assert self.process.stdout is not None
         return self.process.stdout.readline().strip()
 
-    def tell(self, order: str) -> str:
+    def send_order(self, order: str) -> str:
         assert self.process.stdin is not None
         self.process.stdin.write(order + "\n")
         return self._answer()
@@ -87,8 +87,8 @@ class Watched:
 
 
 @contextlib.contextmanager
-def process(who: str, *prefix: str) -> Iterator[Watched]:
-    watched = Watched(who, *prefix)
+def process(who: str, *prefix: str) -> Iterator[WatchedProcess]:
+    watched = WatchedProcess(who, *prefix)
     try:
         yield watched
     finally:
@@ -96,13 +96,13 @@ def process(who: str, *prefix: str) -> Iterator[Watched]:
 
 
 @pytest.fixture
-def watched() -> Iterator[Watched]:
+def watched() -> Iterator[WatchedProcess]:
     with process("main") as watched:
         yield watched
 
 
 @pytest.fixture
-def threaded() -> Iterator[Watched]:
+def threaded() -> Iterator[WatchedProcess]:
     with process("thread") as watched:
         yield watched
 
@@ -113,21 +113,21 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_futex
-def test_killed_process_is_dead_though_nobody_reaps_it(watched: Watched) -> None:
+def test_killed_process_is_dead_though_nobody_reaps_it(watched: WatchedProcess) -> None:
     watched.start()
     watched.process.kill()
     assert watched.wait_for_death() in ENDED
 
 
 @needs_futex
-def test_exit_is_a_death_with_its_status(threaded: Watched) -> None:
+def test_exit_is_a_death_with_its_status(threaded: WatchedProcess) -> None:
     threaded.start()
-    assert threaded.tell("exit 3") == ""
+    assert threaded.send_order("exit 3") == ""
     assert threaded.wait_for_death() in (ProcessEnd(exit_code=3), ProcessEnd())
 
 
 @needs_futex
-def test_death_before_the_watch_starts_is_noticed(watched: Watched) -> None:
+def test_death_before_the_watch_starts_is_noticed(watched: WatchedProcess) -> None:
     watched.process.kill()
     watched.process.wait()
     watched.start()
@@ -135,22 +135,22 @@ def test_death_before_the_watch_starts_is_noticed(watched: Watched) -> None:
 
 
 @needs_futex
-def test_forked_child_does_not_hold_the_mutex(watched: Watched) -> None:
+def test_forked_child_does_not_hold_the_mutex(watched: WatchedProcess) -> None:
     watched.start()
-    assert watched.tell("fork") == "done"  # the child has ended
+    assert watched.send_order("fork") == "done"  # the child has ended
     watched.assert_alive()
     watched.process.kill()
     assert watched.wait_for_death() in ENDED
 
 
 @needs_futex
-def test_stopped_process_is_not_dead(watched: Watched) -> None:
+def test_stopped_process_is_not_dead(watched: WatchedProcess) -> None:
     watched.start()
     watched.process.send_signal(signal.SIGSTOP)
     os.waitpid(watched.process.pid, os.WUNTRACED)
     watched.assert_alive()
     watched.process.send_signal(signal.SIGCONT)
-    assert watched.tell("nothing") == "done"
+    assert watched.send_order("nothing") == "done"
     watched.assert_alive()
 
 
@@ -160,22 +160,22 @@ def test_stopped_process_is_not_dead(watched: Watched) -> None:
 def test_exec_is_not_a_death(who: str) -> None:
     with process(who) as watched:
         watched.start()
-        assert watched.tell("exec") == "ready"
+        assert watched.send_order("exec") == "ready"
         watched.assert_watch_ended_without_death()
 
 
 @needs_futex
 @pytest.mark.usefixtures("quick")
-def test_end_of_the_holding_thread_is_not_a_death(threaded: Watched) -> None:
+def test_end_of_the_holding_thread_is_not_a_death(threaded: WatchedProcess) -> None:
     threaded.start()
-    assert threaded.tell("end-thread") == "done"
+    assert threaded.send_order("end-thread") == "done"
     threaded.assert_watch_ended_without_death()
 
 
 @needs_futex
-def test_unmapped_mutex_tells_nothing(watched: Watched) -> None:
+def test_unmapped_mutex_tells_nothing(watched: WatchedProcess) -> None:
     watched.start()
-    assert watched.tell("unmap") == "done"
+    assert watched.send_order("unmap") == "done"
     watched.assert_alive()
     watched.process.kill()
     watched.process.wait()
@@ -191,7 +191,7 @@ def _can_unshare() -> bool:
 @needs_futex
 @pytest.mark.skipif(not _can_unshare(), reason="process namespaces cannot be made here")
 def test_death_in_another_process_namespace_is_noticed() -> None:
-    """A container below the agent's namespace: the mutex holds a number that means another process here."""
+    """In a container below the agent's namespace, the mutex holds a number that means another process here."""
     with process("main", "unshare", "--pid", "--fork") as watched:
         assert watched.inner_pid == 1 != watched.pid
         watched.start()

@@ -232,7 +232,7 @@ def test_ranks_of_unjoined_launcher_survive_the_earlier_stop(node: NodeJobs) -> 
 
 
 def test_stop_reaches_ranks_once_its_launcher_connects(node: NodeJobs) -> None:
-    """The agent began anew, and has not seen its launcher again when the end comes."""
+    """A restarted agent has not seen its launcher again when the stop arrives."""
     rank = node.rank(0)
     stop = StopJob(job="j", ok=True, reason="done", launcher=5)
     node.push(stop)

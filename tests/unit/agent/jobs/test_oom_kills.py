@@ -17,7 +17,7 @@ GIB = 1 << 30
 
 
 class Machine:
-    """The files of a kernel: one control group with the process 77, and a log."""
+    """The files of a kernel: one control group with process 77, and a log."""
 
     def __init__(self, folder: Path, version: int = 2, pids: tuple[int, ...] = (77,)) -> None:
         self.version, self.clock = version, ManualClock()

@@ -13,11 +13,11 @@ from everstep_agent.jobs.local_processes import ProcessEnd
 from tests.support.agents.node_jobs import FakePeer, NodeJobs, exited, generation, kill
 
 
-@pytest.mark.parametrize("word_first", [True, False])
-def test_launcher_exit_report_merges_in_either_order(node: NodeJobs, word_first: bool) -> None:
+@pytest.mark.parametrize("exit_comes_first", [True, False])
+def test_launcher_exit_report_merges_in_either_order(node: NodeJobs, exit_comes_first: bool) -> None:
     launcher, rank = node.launcher(), node.rank(0)
     node.regroup(1)
-    if word_first:
+    if exit_comes_first:
         node.jobs.handle_message(launcher, exited(rank))
         node.jobs.handle_disconnect(rank, "its connection ended")
     else:
@@ -31,7 +31,7 @@ def test_launcher_exit_report_merges_in_either_order(node: NodeJobs, word_first:
 
 
 @pytest.mark.parametrize(
-    ("end", "told"),
+    ("end", "expected"),
     [
         (ProcessEnd(signal=9), (9, None, "its process ended; ended by signal 9")),
         (ProcessEnd(exit_code=3), (None, 3, "its process ended; ended with status 3")),
@@ -40,14 +40,14 @@ def test_launcher_exit_report_merges_in_either_order(node: NodeJobs, word_first:
     ids=["signal", "exit", "unknown"],
 )
 def test_known_end_stands_in_for_the_launcher_report(
-    node: NodeJobs, end: ProcessEnd, told: tuple[int | None, int | None, str]
+    node: NodeJobs, end: ProcessEnd, expected: tuple[int | None, int | None, str]
 ) -> None:
     launcher, rank = node.launcher(), node.rank(0)
     node.regroup(1)
     node.jobs.handle_disconnect(rank, "its process ended", end)
     node.wait()
     (lost,) = node.reports_of(RankLost)
-    assert (lost.signal, lost.exit_code, lost.detail) == told
+    assert (lost.signal, lost.exit_code, lost.detail) == expected
     node.jobs.handle_message(launcher, exited(rank))  # once the process is reaped
     assert len(node.reports_of(RankLost)) == 1
 
@@ -210,8 +210,8 @@ def test_next_check_is_due_when_the_first_rank_may_be_silent(node: NodeJobs) -> 
     assert node.jobs.next_check_s() < 0
 
 
-def look_on(node: NodeJobs, seconds: float) -> list[tuple[RankActivity | None, str]]:
-    """The agent checks every 0.1 s; returns the activities that it reported, with the kernel's letter."""
+def check_repeatedly(node: NodeJobs, seconds: float) -> list[tuple[RankActivity | None, str]]:
+    """Check silence every 0.1 s for so long; return the activities that were reported, with the process states."""
     before = len(node.reports_of(RankUnresponsive))
     for _ in range(round(seconds / 0.1)):
         silent(node, 0.1)
@@ -224,8 +224,8 @@ def test_silent_rank_is_reported_with_its_activity(node: NodeJobs, cpu_share: fl
     node.regroup(1)
     node.heartbeat(rank, 1, 0)
     rank.state, rank.cpu_share = "R", cpu_share
-    assert look_on(node, 0.9) == []
-    assert look_on(node, 30.0) == [(activity, "R")]
+    assert check_repeatedly(node, 0.9) == []
+    assert check_repeatedly(node, 30.0) == [(activity, "R")]
 
 
 def test_tick_ends_a_reported_silence(node: NodeJobs) -> None:
@@ -233,7 +233,7 @@ def test_tick_ends_a_reported_silence(node: NodeJobs) -> None:
     node.regroup(1)
     for _ in range(2):
         node.heartbeat(rank, 1, 0)
-        look_on(node, 2.0)
+        check_repeatedly(node, 2.0)
     node.heartbeat(rank, 1, 0)
     kinds = [report.activity for report in node.reports_of(RankUnresponsive)]
     assert kinds == [RankActivity.STILL, RankActivity.MOVING] * 2

@@ -1,4 +1,4 @@
-"""Polls of a metadata service that misbehaves, restarts, and withdrawn notices."""
+"""Polls of a metadata service that answers wrongly or restarts, and withdrawn notices."""
 
 from __future__ import annotations
 

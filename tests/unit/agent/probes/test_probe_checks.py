@@ -1,4 +1,4 @@
-"""Checks of a single node by probes: right results pass, and wrong ones are reported with their place."""
+"""Checks of a single node by probes: right results pass, and wrong ones are reported with their position."""
 
 from __future__ import annotations
 

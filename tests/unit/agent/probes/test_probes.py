@@ -94,7 +94,6 @@ def test_probe_failure_is_an_answer_with_its_cause(runner: asyncio.Runner, probe
 def test_dead_probe_process_is_an_answer_and_is_replaced(
     runner: asyncio.Runner, probers: tuple[Prober, Prober]
 ) -> None:
-    """The next process has started no probe before it is ready."""
 
     async def scene(prober: Prober) -> None:
         assert (await prober.run(probe("n1"), "n1")).ok

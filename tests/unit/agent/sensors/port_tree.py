@@ -108,7 +108,7 @@ class PortTree:
             self.write(port / file, text)
 
     def take_away(self, kind: str, name: str) -> tuple[Path, Path]:
-        """Move a port out of sight, as into another network namespace; the device stays."""
+        """Hide a port, as if another network namespace had it; the device stays."""
         link = self.sys / "class" / kind / name
         folder, hidden = link.resolve(), self.sys.parent / "elsewhere" / kind / name
         hidden.parent.mkdir(parents=True, exist_ok=True)

@@ -38,7 +38,7 @@ class Node:
         self.judge = TimedAssessor()
 
     def change(self, gpu: dict[str, Any] | None = None, every: bool = False, **content: Any) -> None:
-        """Change GPU 0, or every one, and other parts of the machine."""
+        """Change GPU 0, or all GPUs if ``every``, and other parts of the machine."""
         if gpu is not None:
             content["gpus"] = {str(index): gpu for index in range(len(self.machine.gpus) if every else 1)}
         self.control.write(**content)

@@ -53,7 +53,7 @@ def test_samples_of_a_hanging_sensor_are_not_exported() -> None:
 
 
 def test_number_that_no_heartbeat_may_have_is_left_out() -> None:
-    """A broken GPU may answer with all bits set, and must not make the controller refuse its node's heartbeats."""
+    """A broken GPU may answer with all bits set. Such a value must not make the controller refuse heartbeats."""
     broken = msgspec.structs.replace(SAMPLE, ecc_corrected=(1 << 64) - 1, memory_used_bytes=(1 << 64) - 1)
     (gauges,) = gpu_gauges(report(broken), 101.0)
     assert (gauges.ecc_corrected, gauges.memory_used_bytes, gauges.temperature_c) == (None, None, 61)

@@ -20,7 +20,7 @@ Samples = tuple[GpuSample, ...]
 
 @pytest.fixture(autouse=True)
 def calls_end(machine: VirtualMachine, control: Control) -> Iterator[None]:
-    """End hung calls with the test, and wait for the threads that sit in them."""
+    """End hung calls after the test, and wait for the threads that made them."""
     yield
     control.write()
     machine.reload_control()

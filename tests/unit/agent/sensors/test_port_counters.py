@@ -1,4 +1,4 @@
-"""Counters of network ports through the real sensor and the built-in rules: faults, and what looks like one."""
+"""Counters of network ports through the real sensor and the built-in rules: faults, and harmless changes."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Counted(Watched):
             self.tree.write(path, int(path.read_text()) + count if path.exists() else count)
 
     def alarming(self) -> set[str]:
-        """Return the rules that made a finding on a counter, other than information."""
+        """Return the rules that made a finding above the severity info on a counter."""
         ids = {rule.id for rule in RULES}
         return {name for name, finding in self.seen.items() if name in ids and finding.severity is not Severity.INFO}
 

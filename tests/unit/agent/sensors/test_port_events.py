@@ -121,7 +121,7 @@ def software_interfaces_come_and_go(tree: PortTree) -> Undo:
 
 
 def stacked_interfaces_come_and_go(tree: PortTree) -> Undo:
-    """The kernel gives a VLAN no device. A driver that does is told by iflink."""
+    """The kernel gives a VLAN no device. A driver's VLAN that has one is recognised by iflink."""
     storage = tree.sys / "devices/pci0000:e0/0000:e0:01.0/0000:e1:00.0"
     tree.ethernet("ens3f0np0.7", None, iflink=2)
     tree.ethernet("macvlan0", storage, iflink=2)
@@ -329,7 +329,7 @@ def test_rate_of_a_link_in_training_is_not_judged(node: Watched) -> None:
 
 
 def test_port_slower_than_its_peers_is_told_from_the_start(tmp_path: Path) -> None:
-    """A node may be built so: cards of one kind at a slower switch."""
+    """A node may be built so: cards of one kind, one of them at a slower switch."""
     tree = PortTree(tmp_path)
     for index in range(4):
         nic = tree.pci(f"pci0000:15/0000:15:0{index}.0/0000:5{index}:00.0", "mlx5_core")
@@ -341,7 +341,7 @@ def test_port_slower_than_its_peers_is_told_from_the_start(tmp_path: Path) -> No
 
 
 def test_ports_of_different_rates_are_no_peers(tmp_path: Path) -> None:
-    """Half of the cards is slower, which is how the node was built."""
+    """Half of the cards are slower, because the node was built so."""
     tree = PortTree(tmp_path)
     for index in range(4):
         nic = tree.pci(f"pci0000:15/0000:15:0{index}.0/0000:5{index}:00.0", "mlx5_core")

@@ -1,4 +1,4 @@
-"""The survey of sensors says what is read, what is not, and how to mend it."""
+"""The survey of sensors names the sensors that work, those that do not, and how to repair them."""
 
 from __future__ import annotations
 

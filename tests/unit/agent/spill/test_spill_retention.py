@@ -53,7 +53,7 @@ def test_unfinished_newer_checkpoint_stays() -> None:
 
 
 def test_concurrent_pruning_by_two_vaults_succeeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both had finished the version; to one the storage seemed to have failed."""
+    """The other vault removes each version first. This once looked like a failure of the storage."""
     for step in (1, 2, 3, 4):
         folder = tmp_path / folder_name(Version(1, step))
         (folder / ".everstep").mkdir(parents=True)
@@ -88,7 +88,7 @@ def test_failed_removal_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.promise("resumed-by-default")
 def test_work_of_an_earlier_run_beyond_the_resumed_step_stays() -> None:
-    """An earlier run came to step 300; this one resumed from step 200, because the newest was damaged."""
+    """An earlier run reached step 300; this one resumed from step 200, because the newest checkpoint was damaged."""
     earlier = [SpilledCheckpoint(Version(2, step), float(step)) for step in (100, 200, 300)]
     ours = [SpilledCheckpoint(Version(3, step), 1000.0 + step) for step in (250, 350, 450)]
     unfinished = SpilledCheckpoint(Version(2, 320), None)

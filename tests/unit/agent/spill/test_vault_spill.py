@@ -29,7 +29,8 @@ WRITERS = {"n1": (0, 1), "n2": (2,)}
 
 
 class Fleet:
-    """Ranks 0 and 1 on n1, rank 2 on n2, each with a sealed share of a model; what it looks like written by one."""
+    """Ranks 0 and 1 on n1, rank 2 on n2, each with a sealed share of a model, and the files that one writer makes of
+    it."""
 
     def __init__(self, running: Vaults, folder: Path) -> None:
         self.vaults = running

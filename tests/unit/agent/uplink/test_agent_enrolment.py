@@ -34,7 +34,7 @@ def process(program_forks: ForkPool, tmp_path_factory: pytest.TempPathFactory) -
         yield process
 
 
-def told(process: ControllerProcess, path: str, body: Any, kind: type[Any]) -> Any:
+def post(process: ControllerProcess, path: str, body: Any, kind: type[Any]) -> Any:
     status, answer = process.ask("POST", path, body)
     assert status == 200, answer
     return msgspec.json.decode(answer, type=kind)
@@ -45,7 +45,7 @@ def settings(process: ControllerProcess, tmp_path: Path) -> Callable[..., AgentS
     """An agent's settings, with a join token of its own and no token yet."""
 
     def make(node: str, **wanted: Any) -> AgentSettings:
-        issued = told(process, "/v1/credentials", wire.IssueJoin(reason="a test", **wanted), wire.Issued)
+        issued = post(process, "/v1/credentials", wire.IssueJoin(reason="a test", **wanted), wire.Issued)
         (tmp_path / "join").write_text(issued.token)
         return AgentSettings(
             node=node,
@@ -159,7 +159,7 @@ def test_agent_enrols_again_after_credential_revocation(
         wait_for(lambda: is_registered(process, "joins"), tmp_path)
         before = token(mine)
         path = f"/v1/credentials/{split_stored(before)[0]}/revoke"
-        told(process, path, op.ReasonOnlyRequest(reason="a test"), op.ChangeResult)
+        post(process, path, op.ReasonOnlyRequest(reason="a test"), op.ChangeResult)
         wait_for(lambda: token(mine) != before and is_good(process, mine), tmp_path)
     finally:
         agent.terminate()

@@ -60,19 +60,19 @@ def answer(**changes: object) -> Registered:
     return Registered(**{**fields, **changes})  # type: ignore[arg-type]
 
 
-class Talk:
-    """A conversation with its arguments filled in."""
+class Agent:
+    """The heartbeat protocol of an agent, with default arguments."""
 
     def __init__(self) -> None:
-        self.conversation = HeartbeatProtocol("n1", 7, "0.1.0")
+        self.protocol = HeartbeatProtocol("n1", 7, "0.1.0")
 
     def next(self, *findings: Finding, facts: NodeDescription = FACTS) -> Register | Heartbeat:
-        return self.conversation.next_message(facts, findings, (), 100.0)
+        return self.protocol.next_message(facts, findings, (), 100.0)
 
     def register(self, *findings: Finding, facts: NodeDescription = FACTS) -> None:
         message = self.next(*findings, facts=facts)
         assert isinstance(message, Register)
-        self.conversation.handle_registered(message, facts, answer())
+        self.protocol.handle_registered(message, facts, answer())
 
     def beat(self, *findings: Finding) -> Heartbeat:
         message = self.next(*findings)
@@ -81,7 +81,7 @@ class Talk:
 
 
 def test_first_message_is_a_registration_with_all_findings() -> None:
-    message = Talk().next(a_finding())
+    message = Agent().next(a_finding())
     assert isinstance(message, Register)
     assert (message.node, message.incarnation, message.vault) == ("n1", 7, "127.0.0.1:7702")
     assert message.findings == (a_finding(),)
@@ -89,33 +89,33 @@ def test_first_message_is_a_registration_with_all_findings() -> None:
 
 
 def test_heartbeat_carries_findings_only_when_changed() -> None:
-    talk = Talk()
-    talk.register(a_finding())
-    assert talk.beat(a_finding()).findings is None
-    cleared = talk.beat()
+    agent = Agent()
+    agent.register(a_finding())
+    assert agent.beat(a_finding()).findings is None
+    cleared = agent.beat()
     assert cleared.findings == ()
-    talk.conversation.handle_heartbeat_answer(cleared, HeartbeatAnswer(server_at=0.0))
-    assert talk.beat().findings is None
+    agent.protocol.handle_heartbeat_answer(cleared, HeartbeatAnswer(server_at=0.0))
+    assert agent.beat().findings is None
 
 
 def test_resend_is_answered_with_all_findings() -> None:
-    talk = Talk()
-    talk.register(a_finding())
-    talk.conversation.handle_heartbeat_answer(talk.beat(a_finding()), HeartbeatAnswer(server_at=0.0, resend=True))
-    assert talk.beat(a_finding()).findings == (a_finding(),)
+    agent = Agent()
+    agent.register(a_finding())
+    agent.protocol.handle_heartbeat_answer(agent.beat(a_finding()), HeartbeatAnswer(server_at=0.0, resend=True))
+    assert agent.beat(a_finding()).findings == (a_finding(),)
 
 
 def test_lost_session_sends_all_findings_once_more() -> None:
-    talk = Talk()
-    talk.register(a_finding())
-    assert talk.beat(a_finding()).findings is None
-    talk.conversation.handle_session_lost()
-    shown = talk.beat(a_finding())
+    agent = Agent()
+    agent.register(a_finding())
+    assert agent.beat(a_finding()).findings is None
+    agent.protocol.handle_session_lost()
+    shown = agent.beat(a_finding())
     assert shown.findings == (a_finding(),)
-    assert talk.conversation.is_reconnecting
-    talk.conversation.handle_heartbeat_answer(shown, HeartbeatAnswer(server_at=0.0))
-    assert talk.beat(a_finding()).findings is None
-    assert not talk.conversation.is_reconnecting
+    assert agent.protocol.is_reconnecting
+    agent.protocol.handle_heartbeat_answer(shown, HeartbeatAnswer(server_at=0.0))
+    assert agent.beat(a_finding()).findings is None
+    assert not agent.protocol.is_reconnecting
 
 
 @pytest.mark.parametrize(
@@ -130,36 +130,36 @@ def test_lost_session_sends_all_findings_once_more() -> None:
 def test_all_findings_follow_only_an_outdated_report(
     stands: tuple[Finding, ...], word: FindingRaised | FindingCleared, told_again: bool
 ) -> None:
-    talk = Talk()
-    talk.register(*stands)
-    talk.conversation.handle_reports_answer((NumberedReport(number=1, body=word),), stands)
-    shown = talk.beat(*stands)
+    agent = Agent()
+    agent.register(*stands)
+    agent.protocol.handle_reports_answer((NumberedReport(number=1, body=word),), stands)
+    shown = agent.beat(*stands)
     assert shown.findings == (stands if told_again else None)
-    talk.conversation.handle_heartbeat_answer(shown, HeartbeatAnswer(server_at=0.0))
-    assert talk.beat(*stands).findings is None
+    agent.protocol.handle_heartbeat_answer(shown, HeartbeatAnswer(server_at=0.0))
+    assert agent.beat(*stands).findings is None
 
 
 @pytest.mark.parametrize(("asked", "taken"), [(0.0, 0.05), (-1.0, 0.05), (0.5, 0.5), (1e9, 60.0)])
 def test_heartbeat_interval_of_the_controller_is_clamped(asked: float, taken: float) -> None:
-    talk = Talk()
-    message = talk.next()
+    agent = Agent()
+    message = agent.next()
     assert isinstance(message, Register)
-    talk.conversation.handle_registered(message, FACTS, answer(heartbeat_interval_s=asked))
-    assert talk.conversation.interval_s == taken
+    agent.protocol.handle_registered(message, FACTS, answer(heartbeat_interval_s=asked))
+    assert agent.protocol.interval_s == taken
 
 
 def test_unknown_protocol_is_refused() -> None:
-    talk = Talk()
-    message = talk.next()
+    agent = Agent()
+    message = agent.next()
     assert isinstance(message, Register)
     with pytest.raises(VersionMismatch, match="chose protocol 9"):
-        talk.conversation.handle_registered(message, FACTS, answer(protocol=9))
-    assert not talk.conversation.is_registered
+        agent.protocol.handle_registered(message, FACTS, answer(protocol=9))
+    assert not agent.protocol.is_registered
 
 
 def test_heartbeat_over_the_finding_limit_keeps_the_worst() -> None:
     mild = [a_finding(f"g{i}", Severity.INFO) for i in range(MAX_FINDINGS)]
-    message = Talk().next(*mild, a_finding("last"))
+    message = Agent().next(*mild, a_finding("last"))
     assert isinstance(message, Register)
     assert len(message.findings) == MAX_FINDINGS
     assert message.findings[0].subject == "last"
@@ -167,7 +167,7 @@ def test_heartbeat_over_the_finding_limit_keeps_the_worst() -> None:
 
 def test_heartbeat_over_the_finding_limit_counts_the_missing() -> None:
     graves = [a_finding(f"g{i}") for i in range(MAX_FINDINGS + 10)]
-    message = Talk().next(*graves)
+    message = Agent().next(*graves)
     assert isinstance(message, Register)
     *kept, overflow = message.findings
     assert kept == graves[: MAX_FINDINGS - 1]

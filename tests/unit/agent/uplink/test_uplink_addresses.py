@@ -1,4 +1,4 @@
-"""Rules for the controller that an agent tries next, as pure functions."""
+"""Rules that choose the controller that an agent tries next, as pure functions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONG = STABLE_SESSION_S
 
 
 def failing(controllers: ControllerAddresses, now: float, attempts: int) -> list[tuple[str, float]]:
-    """The addresses tried from ``now`` on while every one refuses, with the time of each attempt."""
+    """Return the addresses tried from ``now`` on while every one refuses, with the time of each attempt."""
     tried = []
     for _ in range(attempts):
         url, at = controllers.next_address(now)

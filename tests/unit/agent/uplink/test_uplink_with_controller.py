@@ -29,12 +29,12 @@ def play(story: Story, controller: ServedController, directory: Path) -> None:
     bench = UplinkBench(directory)
     bench.token_file.write_text(mint(SECRET, TokenRole.AGENT, "n1"))
 
-    async def told() -> None:
+    async def run_story() -> None:
         async with bench.running_uplink(f"http://{controller.address}") as line:
             await until(lambda: line.uplink.outcomes["heartbeat", "ok"])
             await story(line, controller)
 
-    asyncio.run(told())
+    asyncio.run(run_story())
 
 
 @pytest.mark.slow

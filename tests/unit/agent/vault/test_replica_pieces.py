@@ -1,4 +1,4 @@
-"""Replicated state is stored in parts, other parts by each rank.
+"""Replicated state is stored in parts, and each rank stores other parts.
 
 A corrupt part of a slot is repaired from slots of other ranks, at whichever offset they hold the bytes.
 """
@@ -65,12 +65,12 @@ class Fleet:
         self.ranks[rank].view.payload(0)[at] ^= 64
 
     def found(self) -> str:
-        """The next finding of n1's vault."""
+        """Return the next finding of n1's vault."""
         finding = self.vaults.supervisors["n1"].finding().finding.finding
         assert (finding.kind, finding.subject) == (FindingKind.SLOT_CORRUPT, "job/rank0/2:9")
         return finding.message
 
-    def comes_back(self, *places: int) -> None:
+    def wait_for_repair(self, *places: int) -> None:
         for place in places:
             self.flip(place)
         message = self.found()
@@ -94,12 +94,12 @@ def spots(manifest: Manifest) -> list[tuple[int, int]]:
 def test_every_piece_is_repaired_from_other_replicas(fleet: Fleet) -> None:
     pieces = spots(fleet.manifest())
     assert len(fleet.payloads[0]) > CHUNK_BYTES + 1
-    fleet.comes_back(*(end - 1 for _, end in pieces))
+    fleet.wait_for_repair(*(end - 1 for _, end in pieces))
     for begin, _ in pieces[:2]:
-        fleet.comes_back(begin)
+        fleet.wait_for_repair(begin)
     across = next((begin, end) for begin, end in pieces if begin < CHUNK_BYTES < end)
     assert across[0] < CHUNK_BYTES - 1
-    fleet.comes_back(CHUNK_BYTES - 1, CHUNK_BYTES)
+    fleet.wait_for_repair(CHUNK_BYTES - 1, CHUNK_BYTES)
 
 
 def test_unchanged_chunk_is_repaired_from_the_version_before(fleet: Fleet) -> None:
@@ -123,7 +123,7 @@ def test_piece_corrupt_on_both_nodes_discards_the_slot(fleet: Fleet) -> None:
 
 
 def test_single_node_loses_the_slot_until_the_next_snapshot(program_forks: ForkPool, tmp_path: Path) -> None:
-    """On a single node the ranks store each byte once, so only the live state has it again."""
+    """On a single node the ranks store each byte once, so only the live state has a second copy."""
     with vaults(program_forks) as running:
         fleet = Fleet(running, tmp_path, ("n1", "n1"))
         fleet.flip(fleet.manifest().stored[0].offset)

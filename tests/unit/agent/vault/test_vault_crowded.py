@@ -1,4 +1,4 @@
-"""A vault serves its peers in spite of strangers, a lack of threads or descriptors, or a removed directory."""
+"""A vault serves its peers despite foreign connections, a lack of threads or descriptors, or a removed directory."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _connections(client: VaultClient) -> int:
 
 
 def test_strangers_leave_few_and_short_lines_in_the_log(server: PeerServer, caplog: pytest.LogCaptureFixture) -> None:
-    """One that offers thousands of protocol versions had them all written down."""
+    """A peer that offers thousands of protocol versions had all of them logged."""
     caplog.set_level(logging.INFO)
     offered = tuple(range(1000, 2000))
     greeting = Greeting(protocols=offered, job=JOB, node="n2", peer="n1", nonce=bytes(NONCE_BYTES))

@@ -32,8 +32,8 @@ from tests.support.vaults.vault_process import RankMemory, VaultClient
 pytestmark = pytest.mark.slow  # starts processes
 
 
-class Place:
-    """Directories for the vaults of one test, and keepers over them."""
+class VaultDirectories:
+    """Directories for the vaults of one test, and managers of them."""
 
     def __init__(self, base: Path) -> None:
         self.base = base
@@ -44,7 +44,7 @@ class Place:
         self.changes = 0
         self.pids: set[int] = set()
 
-    def keeper(self, **settings: Any) -> VaultManager:
+    def new_manager(self, **settings: Any) -> VaultManager:
         def on_change() -> None:
             self.changes += 1
 
@@ -58,15 +58,15 @@ class Place:
         return VaultManager(chosen, SYSTEM_CLOCK, self.findings.append, self.peers_lost.append, on_change)
 
     async def started(self, **settings: Any) -> VaultManager:
-        keeper = self.keeper(**settings)
+        keeper = self.new_manager(**settings)
         await keeper.start()
         self.pids.add(keeper.pid)
         return keeper
 
 
 @pytest.fixture
-def place() -> Iterator[Place]:
-    made = Place(Path(tempfile.mkdtemp(prefix="ev-keeper-")))
+def place() -> Iterator[VaultDirectories]:
+    made = VaultDirectories(Path(tempfile.mkdtemp(prefix="ev-keeper-")))
     yield made
     for pid in made.pids:
         if is_running(pid):
@@ -74,11 +74,11 @@ def place() -> Iterator[Place]:
     shutil.rmtree(made.base)
 
 
-def play(story: Coroutine[Any, Any, None]) -> None:
+def run_story(story: Coroutine[Any, Any, None]) -> None:
     asyncio.run(story)
 
 
-def test_started_vault_is_left_and_taken_over_and_ended(place: Place) -> None:
+def test_started_vault_is_left_and_taken_over_and_ended(place: VaultDirectories) -> None:
     async def story() -> None:
         first = await place.started()
         pid, address = first.pid, first.address
@@ -89,10 +89,10 @@ def test_started_vault_is_left_and_taken_over_and_ended(place: Place) -> None:
         until(lambda: not is_running(pid), "the vault is gone")
         assert not (place.base / "segments").exists() or not list((place.base / "segments").rglob("*"))
 
-    play(story())
+    run_story(story())
 
 
-def test_stop_removes_slots_even_of_a_lost_vault(place: Place) -> None:
+def test_stop_removes_slots_even_of_a_lost_vault(place: VaultDirectories) -> None:
     async def story() -> None:
         keeper = await place.started()
         slots = place.base / "segments" / "n1" / "j" / "own-0"
@@ -103,15 +103,15 @@ def test_stop_removes_slots_even_of_a_lost_vault(place: Place) -> None:
         await keeper.stop()
         assert not slots.exists()
 
-    play(story())
+    run_story(story())
 
 
-def test_starting_or_ending_vault_is_waited_for(place: Place) -> None:
+def test_starting_or_ending_vault_is_waited_for(place: VaultDirectories) -> None:
     """The temporary file may be that of an agent that was killed while it started a vault."""
 
     async def story() -> None:
         other = acquire_lock(place.run_dir / LOCK_FILE, "held")
-        keeper = place.keeper()
+        keeper = place.new_manager()
         starting = asyncio.create_task(keeper.start())
         await asyncio.wait([starting], timeout=1.0)
         assert not starting.done()
@@ -121,12 +121,12 @@ def test_starting_or_ending_vault_is_waited_for(place: Place) -> None:
         assert is_running(keeper.pid)
         await keeper.stop()
 
-    play(story())
+    run_story(story())
 
 
 @pytest.mark.promise("vault-restart")
-def test_slowly_adopting_vault_is_kept(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that hashes for ever, longer than a vault is given to begin."""
+def test_slowly_adopting_vault_is_kept(place: VaultDirectories, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The vault hashes for longer than a vault may take to start."""
     command = vault_keeper.vault_command
     held = place.base / "held"
     held.touch()
@@ -162,31 +162,31 @@ def test_slowly_adopting_vault_is_kept(place: Place, monkeypatch: pytest.MonkeyP
         assert statistics is not None
         return statistics.gauges["sealed_slots"]
 
-    play(asyncio.wait_for(story(), 60.0))
+    run_story(asyncio.wait_for(story(), 60.0))
 
 
-def test_vault_never_serving_is_reported(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vault_never_serving_is_reported(place: VaultDirectories, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vault_keeper, "READY_TIMEOUT_S", 0.5)
 
     async def story() -> None:
         other = acquire_lock(place.run_dir / LOCK_FILE, "held")
         with pytest.raises(Unavailable, match=r"another vault has locked .* but does not answer"):
-            await place.keeper().start()
+            await place.new_manager().start()
         os.close(other)
 
-    play(story())
+    run_story(story())
 
 
-def test_vault_start_failure_is_an_error_with_its_status(place: Place) -> None:
+def test_vault_start_failure_is_an_error_with_its_status(place: VaultDirectories) -> None:
     async def story() -> None:
         (place.base / "segments").write_text("a file where a directory should be")
         with pytest.raises(Unavailable, match="ended with status"):
-            await place.keeper().start()
+            await place.new_manager().start()
 
-    play(story())
+    run_story(story())
 
 
-def test_vault_obeys_the_memory_limit_of_agent_settings(place: Place) -> None:
+def test_vault_obeys_the_memory_limit_of_agent_settings(place: VaultDirectories) -> None:
     async def story() -> None:
         keeper = await place.started(vault_memory_limit_bytes=1 << 20)
         rank = VaultClient(place.run_dir / "vault.sock")
@@ -199,4 +199,4 @@ def test_vault_obeys_the_memory_limit_of_agent_settings(place: Place) -> None:
         assert f"memory limit {1 << 20}" in answer.message
         await keeper.stop()
 
-    play(story())
+    run_story(story())

@@ -1,4 +1,4 @@
-"""Connections that a vault proves and hands to its ranks."""
+"""Connections that a vault authenticates and hands to its ranks."""
 
 from __future__ import annotations
 

@@ -39,14 +39,14 @@ def replica(fleet: Vaults, node: int) -> SegmentView:
 
 
 def found(fleet: Vaults, node: str) -> Finding:
-    """The next finding of the node's vault."""
+    """Return the next finding of the node's vault."""
     finding = fleet.supervisors[node].finding().finding.finding
     assert (finding.kind, finding.subject) == (FindingKind.SLOT_CORRUPT, "job/rank3/1:1")
     return finding
 
 
 def is_whole(view: SegmentView) -> bool:
-    """Several corrupt chunks may be found one after another."""
+    """Wait until the slot is repaired, since several corrupt chunks may be found one after another."""
     until(lambda: hashes_right(view), "the slot is whole again")
     return bytes(view.payload(0)) == PAYLOAD
 

@@ -1,4 +1,4 @@
-"""Orders of the controller to a vault: carried out once, requested again after a loss, and answered."""
+"""Orders of the controller to a vault: executed once, requested again after a loss, and answered."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SPILL = SpillVersion(job="job", generation=1, version=VERSION, url="/s/job", wri
 
 
 class Vault:
-    """Stands for the keeper: requests wait here until they are answered."""
+    """A stand-in for the vault's manager; requests wait here until the test answers them."""
 
     def __init__(self) -> None:
         self.known = True
@@ -182,38 +182,38 @@ def test_copy_source_reports_the_death_of_the_target_once(fleet: Vaults) -> None
     assert not supervisor.peers_lost
 
 
-class Bystander:
-    """A witness of n1 that keeps its reports; n2's vault has the given ``address``."""
+class PeerWatcher:
+    """The detector of n1 for lost peers, with its reports; n2's vault has the given ``address``."""
 
     def __init__(self, address: str) -> None:
-        self.told: list[PeerConnectionLost] = []
+        self.reported: list[PeerConnectionLost] = []
         self.clock = ManualClock()
         self.book = JobTable()
         holders = (Holder(node="n2", vault=address),)
         self.book.configure(local.ConfigureJob(request=1, job=JOB, generation=1, secret=SECRET, holders=holders))
-        self.witness = PeerLossDetector("n1", self.book, self.clock, self.told.append)
+        self.detector = PeerLossDetector("n1", self.book, self.clock, self.reported.append)
 
-    def broke(self) -> list[PeerConnectionLost]:
+    def report_after_break(self) -> list[PeerConnectionLost]:
         """Return the report of a broken connection after all checks."""
-        self.witness.report_broken_connection(JOB, "n2", "it broke")
+        self.detector.report_broken_connection(JOB, "n2", "it broke")
         until(lambda: not any(t.name == "witness" for t in threading.enumerate()), "the look is over")
-        return self.told
+        return self.reported
 
 
-def nowhere() -> str:
+def closed_address() -> str:
     with socket.create_server(("127.0.0.1", 0)) as closed:
         return f"127.0.0.1:{closed.getsockname()[1]}"
 
 
 def test_closed_connection_to_a_serving_vault_is_no_loss() -> None:
     with socket.create_server(("127.0.0.1", 0)) as serving:
-        assert Bystander(f"127.0.0.1:{serving.getsockname()[1]}").broke() == []
+        assert PeerWatcher(f"127.0.0.1:{serving.getsockname()[1]}").report_after_break() == []
 
 
 def test_ended_job_or_ending_vault_reports_no_lost_peer() -> None:
-    bystander = Bystander(nowhere())
-    bystander.book.forget(JOB)
-    assert bystander.broke() == []
-    ending = Bystander(nowhere())
-    ending.witness.close()
-    assert ending.broke() == []
+    watcher = PeerWatcher(closed_address())
+    watcher.book.forget(JOB)
+    assert watcher.report_after_break() == []
+    ending = PeerWatcher(closed_address())
+    ending.detector.close()
+    assert ending.report_after_break() == []

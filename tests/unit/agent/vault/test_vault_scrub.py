@@ -39,10 +39,10 @@ class Bench:
         self.store = SegmentStore(directory, "n1", None)
         self.segment = self.store.open(SegmentKey(JOB, "own", 0), slot_bytes_for(16, SIZE), 4)
         self.rank: SegmentView = map_segment(self.segment.path)
-        self.told: list[FindingRaised] = []
+        self.reported: list[FindingRaised] = []
         self.tally = VaultCounters()
         clock = ManualClock()
-        findings = FindingReporter("n1", clock, self.tally, self.told.append)
+        findings = FindingReporter("n1", clock, self.tally, self.reported.append)
         self.store.set_damage_handler(findings.report_damage)
         settings = VaultSettings(node="n1", run_dir=directory, segment_dir=directory)
         book = JobTable()
@@ -73,7 +73,7 @@ def test_flipped_bit_is_found_and_reported_once(bench: Bench, at: int, text: str
     bench.fill(1, Version(4, 5))
     bench.rank.payload(1)[at] ^= 16
     bench.rounds(3)
-    (raised,) = bench.told
+    (raised,) = bench.reported
     finding = raised.finding
     assert raised.job == JOB
     assert (finding.kind, finding.severity) == (FindingKind.SLOT_CORRUPT, Severity.WARNING)
@@ -93,14 +93,14 @@ def test_flipped_bit_in_the_manifest_is_found(bench: Bench) -> None:
         file.seek(at)
         file.write(b"n")
     bench.rounds(2)
-    assert "manifest" in bench.told[0].finding.message
+    assert "manifest" in bench.reported[0].finding.message
 
 
 def test_flipped_chunk_digest_is_repaired_from_the_slot(bench: Bench) -> None:
     bench.fill(0, Version(1, 1))
     flip(bench, bench.rank.segment.slot_offset(0) + PAGE_BYTES + 17)
     bench.rounds(3)
-    (raised,) = bench.told
+    (raised,) = bench.reported
     assert "the chunk digests" in raised.finding.message
     assert "repaired from its own bytes" in raised.finding.message
     bench.rank.verify(0)
@@ -111,7 +111,7 @@ def test_flipped_digest_and_payload_discard_the_slot(bench: Bench) -> None:
     flip(bench, bench.rank.segment.slot_offset(0) + PAGE_BYTES + 17)
     bench.rank.payload(0)[5] ^= 1
     bench.rounds(2)
-    assert "the slot is discarded" in bench.told[0].finding.message
+    assert "the slot is discarded" in bench.reported[0].finding.message
     assert bench.rank.header(0) is None
 
 
@@ -122,9 +122,9 @@ def test_flipped_slot_header_bit_is_repaired_and_reported_once(bench: Bench, num
     good = bench.rank.read_records(1)
     flip(bench, bench.rank.segment.slot_offset(1) + RECORD_OFFSETS[number] + 9)
     bench.rounds(1)
-    assert bench.told == []  # it may be a writer at work
+    assert bench.reported == []  # it may be a writer at work
     bench.rounds(3)
-    (raised,) = bench.told
+    (raised,) = bench.reported
     assert raised.finding.subject == "job/rank2/4:5"
     assert "restored from its second copy" in raised.finding.message
     assert bench.rank.read_records(1) == good
@@ -135,7 +135,7 @@ def test_slot_without_a_valid_header_is_reported_and_freed(bench: Bench) -> None
     for place in RECORD_OFFSETS:
         flip(bench, bench.rank.segment.slot_offset(1) + place + 9)
     bench.rounds(3)
-    (raised,) = bench.told
+    (raised,) = bench.reported
     assert raised.finding.subject == "job/own-0/slot1"
     assert bench.rank.read_records(1).state is SlotState.EMPTY
 
@@ -144,7 +144,10 @@ def test_overwritten_segment_is_rebuilt_from_vault_state(bench: Bench) -> None:
     bench.fill(1, Version(4, 5))
     bench.rank._buffer[:] = bytes(len(bench.rank._buffer))
     bench.rounds(3)
-    assert {raised.finding.subject for raised in bench.told} == {"job/own-0", *(f"job/own-0/slot{i}" for i in range(4))}
+    assert {raised.finding.subject for raised in bench.reported} == {
+        "job/own-0",
+        *(f"job/own-0/slot{i}" for i in range(4)),
+    }
     bench.fill(1, Version(4, 6))
     map_segment(bench.segment.path).verify(1)
 
@@ -159,7 +162,7 @@ def test_missing_or_truncated_segment_does_not_end_scrubbing(bench: Bench) -> No
     bench.rounds(3)
     bench.segment.path.unlink()
     bench.rounds(2)
-    assert bench.told == []
+    assert bench.reported == []
 
 
 def flip(bench: Bench, at: int) -> None:
@@ -182,7 +185,7 @@ def test_slot_refilled_repeatedly_is_never_misjudged(bench: Bench) -> None:
     while not done.is_set():
         bench.scrubber.run_round()
     trainer.join()
-    assert bench.told == []
+    assert bench.reported == []
     assert len(list(bench.rank.sealed_slots())) == 4
 
 

@@ -1,4 +1,4 @@
-"""Slots of an earlier vault: they are served at once, and each one only after it was hashed."""
+"""Slots of an earlier vault: each one is served only after it was hashed."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def fleet() -> Iterator[Vaults]:
         yield running
 
 
-class Left:
-    """The slots of an earlier vault, 1:n of rank 0 in slot ``n``, and a store that hashes them after ``go``."""
+class EarlierVault:
+    """Two slots of an earlier vault, with versions 1:n of rank 0, and a store that hashes them after ``let_hash``."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, slots: int = 2, threads: int = 1) -> None:
         directory.mkdir(mode=0o700)
@@ -46,17 +46,16 @@ class Left:
         self.view = map_segment(path)
         for slot in range(slots):
             self.fill(slot, Version(1, slot))
-        self.rot: set[int] = set()
-        self.told: list[str] = []
+        self.reported: list[str] = []
         self.order: list[int] = []
-        self._go = threading.Event()
-        monkeypatch.setattr(SegmentAdoption, "_hash", self._held(SegmentAdoption._hash))
+        self._may_hash = threading.Event()
+        monkeypatch.setattr(SegmentAdoption, "_hash", self._wait_before(SegmentAdoption._hash))
         self.store = SegmentStore(directory, "n1", None)
         self.adoption = SegmentAdoption(self.store, threads)
 
-    def _held(self, hashed: HashSlot) -> HashSlot:
+    def _wait_before(self, hashed: HashSlot) -> HashSlot:
         def wait(adoption: SegmentAdoption, segment: SegmentFile, slot: int, header: SlotHeader) -> bool:
-            assert self._go.wait(DEADLINE_S)
+            assert self._may_hash.wait(DEADLINE_S)
             self.order.append(slot)
             return bool(hashed(adoption, segment, slot, header))
 
@@ -66,17 +65,17 @@ class Left:
         self.view.begin(slot, 0, version, b"manifest", LENGTH)[:] = noise(LENGTH, version.step)
         self.view.seal(slot)
 
-    def spoil(self, slot: int) -> None:
+    def corrupt(self, slot: int) -> None:
         self.view.payload(slot)[LENGTH - 1] ^= 1
 
     def begin(self) -> int:
         found = self.adoption.adopt_segments()
-        self.store.set_damage_handler(lambda damage: self.told.append(damage.message))
+        self.store.set_damage_handler(lambda damage: self.reported.append(damage.message))
         self.adoption.start()
         return found
 
-    def go(self) -> None:
-        self._go.set()
+    def let_hash(self) -> None:
+        self._may_hash.set()
 
     def segment(self) -> SegmentFile:
         found = self.store.get(KEY)
@@ -88,88 +87,88 @@ class Left:
         return {slot.version.step for slot in slots}, unchecked
 
     def close(self) -> None:
-        self.go()
+        self.let_hash()
         self.adoption.stop()
 
 
 @pytest.fixture
-def left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Left]:
-    made = Left(tmp_path / "segments", monkeypatch)
+def earlier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EarlierVault]:
+    made = EarlierVault(tmp_path / "segments", monkeypatch)
     yield made
     made.close()
 
 
 @pytest.mark.promise("vault-restart")
-def test_adopted_slot_is_listed_only_after_hashing(left: Left) -> None:
-    left.spoil(1)
-    assert left.begin() == 2
-    assert left.listed() == (set(), 2)
-    assert left.segment().sealed() == []
-    left.go()
-    assert left.listed(DEADLINE_S) == ({0}, 0)
-    assert [slot for slot, _ in left.segment().sealed()] == [0]
-    assert len(left.told) == 1
-    assert "the slot is discarded" in left.told[0]
-    assert left.view.header(1) is None
+def test_adopted_slot_is_listed_only_after_hashing(earlier: EarlierVault) -> None:
+    earlier.corrupt(1)
+    assert earlier.begin() == 2
+    assert earlier.listed() == (set(), 2)
+    assert earlier.segment().sealed() == []
+    earlier.let_hash()
+    assert earlier.listed(DEADLINE_S) == ({0}, 0)
+    assert [slot for slot, _ in earlier.segment().sealed()] == [0]
+    assert len(earlier.reported) == 1
+    assert "the slot is discarded" in earlier.reported[0]
+    assert earlier.view.header(1) is None
 
 
 @pytest.mark.promise("vault-restart")
-def test_unchecked_slot_is_hashed_on_demand_before_serving(left: Left) -> None:
-    left.spoil(1)
-    left.begin()
-    library = SlotFinder(left.store, FindingReporter("n1", SYSTEM_CLOCK, VaultCounters(), lambda _: None))
+def test_unchecked_slot_is_hashed_on_demand_before_serving(earlier: EarlierVault) -> None:
+    earlier.corrupt(1)
+    earlier.begin()
+    library = SlotFinder(earlier.store, FindingReporter("n1", SYSTEM_CLOCK, VaultCounters(), lambda _: None))
     served = library.open(JOB, 0, Version(1, 0), ((0, LENGTH),))
     assert bytes(served.payload) == noise(LENGTH, 0)
     with pytest.raises(DigestMismatch):
         library.open(JOB, 0, Version(1, 1), ((LENGTH - 10, 10),))
-    assert left.view.header(1) is None
+    assert earlier.view.header(1) is None
 
 
-def test_unchecked_slot_is_hashed_even_for_unhashed_reads(left: Left) -> None:
-    left.begin()
-    library = SlotFinder(left.store, FindingReporter("n1", SYSTEM_CLOCK, VaultCounters(), lambda _: None))
+def test_unchecked_slot_is_hashed_even_for_unhashed_reads(earlier: EarlierVault) -> None:
+    earlier.begin()
+    library = SlotFinder(earlier.store, FindingReporter("n1", SYSTEM_CLOCK, VaultCounters(), lambda _: None))
     chunks = [(at, min(CHUNK_BYTES, LENGTH - at)) for at in range(0, LENGTH, CHUNK_BYTES)]
-    left.spoil(1)
+    earlier.corrupt(1)
     with pytest.raises(DigestMismatch):
         list(library.read_pieces(JOB, 0, Version(1, 1), chunks, skip_own_chunks=True))
-    left.go()
-    assert left.listed(DEADLINE_S) == ({0}, 0)
-    left.spoil(0)
+    earlier.let_hash()
+    assert earlier.listed(DEADLINE_S) == ({0}, 0)
+    earlier.corrupt(0)
     sent = [
         bytes(view)
         for _, views in library.read_pieces(JOB, 0, Version(1, 0), chunks, skip_own_chunks=True)
         for view in views
     ]
-    assert b"".join(sent) == bytes(left.view.payload(0)) != noise(LENGTH, 0)
+    assert b"".join(sent) == bytes(earlier.view.payload(0)) != noise(LENGTH, 0)
 
 
-def test_unchecked_slot_does_not_count_as_a_copy(left: Left) -> None:
-    left.begin()
-    _, header = next(iter(left.view.sealed_slots()))
-    digests = left.view.digests(0)
+def test_unchecked_slot_does_not_count_as_a_copy(earlier: EarlierVault) -> None:
+    earlier.begin()
+    _, header = next(iter(earlier.view.sealed_slots()))
+    digests = earlier.view.digests(0)
     put = Put(
         generation=1,
         rank=0,
         version=header.version,
-        slot_bytes=left.view.slot_bytes,
-        slots=left.view.slots,
+        slot_bytes=earlier.view.slot_bytes,
+        slots=earlier.view.slots,
         manifest_bytes=header.manifest_bytes,
         payload_bytes=header.payload_bytes,
         digests=b"".join(digests),
     )
-    assert not _holds(left.segment(), put)
-    left.go()
-    assert left.listed(DEADLINE_S) == ({0, 1}, 0)
-    assert _holds(left.segment(), put)
+    assert not _holds(earlier.segment(), put)
+    earlier.let_hash()
+    assert earlier.listed(DEADLINE_S) == ({0, 1}, 0)
+    assert _holds(earlier.segment(), put)
 
 
-def test_ending_vault_stops_hashing(left: Left) -> None:
-    left.begin()
-    left.adoption._stopping = True
-    left.go()
-    left.adoption.stop()
-    assert left.listed() == (set(), 2)
-    left.view.verify(0)
+def test_ending_vault_stops_hashing(earlier: EarlierVault) -> None:
+    earlier.begin()
+    earlier.adoption._stopping = True
+    earlier.let_hash()
+    earlier.adoption.stop()
+    assert earlier.listed() == (set(), 2)
+    earlier.view.verify(0)
 
 
 @pytest.mark.promise("vault-restart")

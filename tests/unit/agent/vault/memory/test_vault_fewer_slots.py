@@ -23,7 +23,7 @@ KEY = SegmentKey(JOB, "replica", 0)
 
 
 def five(directory: Path, limit: int | None = None) -> tuple[SegmentStore, SegmentFile]:
-    """A segment of five slots with the versions 1 to 5, in a store with the memory limit ``limit``."""
+    """Return a segment of five slots with the versions 1 to 5, in a store with the memory limit ``limit``."""
     return _full(directory, limit, 5)
 
 
@@ -64,7 +64,7 @@ def test_segment_with_more_slots_than_requested_is_reused(shared: Path) -> None:
 
 @pytest.mark.promise("memory-fits")
 def test_foreseen_memory_for_two_larger_slots_is_exact(shared: Path) -> None:
-    """A loss may double a rank's share, on a node whose memory five slots fill."""
+    """A loss may double a rank's share on a node whose memory is filled by five slots."""
     larger = 2 * SLOT
     need = OLD - 3 * SLOT + segment_bytes(2, larger)
     for limit, fits in ((need, True), (need - 1, False)):
@@ -86,7 +86,7 @@ def test_foreseen_memory_for_two_larger_slots_is_exact(shared: Path) -> None:
 
 
 def test_two_larger_slots_need_room_beside_the_kept_slot_only(shared: Path) -> None:
-    """After a loss, on a node whose memory was enough for two slots only."""
+    """This follows a loss, on a node with enough memory for two slots only."""
     need = segment_bytes(2, SLOT) - SLOT + segment_bytes(2, 2 * SLOT)
     for limit, fits in ((need, True), (need - 1, False)):
         store, segment = two(shared, limit)
@@ -110,7 +110,7 @@ def test_two_slots_without_a_named_version_both_stay(shared: Path) -> None:
 
 
 def test_replicas_of_an_old_roster_release_uncommitted_slots(shared: Path) -> None:
-    """After a loss ranks have other numbers; earlier replicas keep only their committed slots, and keep those whole."""
+    """Ranks have other numbers after a loss. Earlier replicas keep only their committed slots, and keep those whole."""
     store, copies = five(shared)
     tier = store.open(SegmentKey(JOB, "replica", 99), PAGE_BYTES, 1)
     tier.view.begin(0, 99, Version(1, 1), b"", 8)[:] = b"not mine"

@@ -27,7 +27,7 @@ def flip(path: Path, at: int, bit: int) -> None:
 
 
 def store_with_a_slot(directory: Path) -> Path:
-    """The file of a store that has ended, with five slots, one of them sealed."""
+    """Return the file of a store that has ended, with five slots, one of them sealed."""
     directory.mkdir(mode=0o700)
     path = SegmentStore(directory, "n1", None).open(KEY, slot_bytes_for(16, 100), 5).path
     fill(map_segment(path), 3)

@@ -22,8 +22,8 @@ PAGES = 1 << 20
 ONE = segment_bytes(1, PAGES)
 
 
-class BeingMade:
-    """A segment whose making stands still between two of its steps, with all its pages there, until ``finish``."""
+class UnfinishedSegment:
+    """A segment whose creation stops between two steps, with all its pages allocated, until ``finish``."""
 
     def __init__(self, store: SegmentStore, key: SegmentKey, monkeypatch: pytest.MonkeyPatch) -> None:
         self._go_on, stands = threading.Event(), threading.Event()
@@ -67,7 +67,7 @@ def test_free_bytes_is_the_room_left_under_the_limit(tmp_path: Path) -> None:
 @pytest.mark.promise("memory-limit")
 def test_segment_in_creation_counts_once_against_the_limit(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = SegmentStore(shared, "n1", 2 * ONE)
-    first = BeingMade(store, own(0), monkeypatch)
+    first = UnfinishedSegment(store, own(0), monkeypatch)
     try:
         assert (store.budget.used_bytes(), store.budget.free_bytes()) == (ONE, ONE)
         store.open(own(1), PAGES, 1)
@@ -80,14 +80,14 @@ def test_segment_in_creation_counts_once_against_the_limit(shared: Path, monkeyp
 
 @pytest.mark.promise("memory-limit")
 def test_allocated_pages_of_a_new_segment_are_not_counted_twice(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine with room for two segments, on which nothing else takes memory."""
+    """The machine has room for two segments, and no other program takes memory."""
 
     def left() -> int:
         return 2 * ONE - sum(p.stat().st_blocks * 512 for p in shared.rglob("*") if p.is_file())
 
     monkeypatch.setattr(shared_memory, "_available_memory", left)
     store = SegmentStore(shared, "n1", None)
-    first = BeingMade(store, own(0), monkeypatch)
+    first = UnfinishedSegment(store, own(0), monkeypatch)
     try:
         assert store.budget.free_bytes() == ONE
         store.open(own(1), PAGES, 1)
@@ -111,7 +111,7 @@ def test_directory_over_the_limit_has_nothing_free(tmp_path: Path) -> None:
 
 @pytest.mark.promise("memory-limit")
 def test_replaced_or_forgotten_segment_is_freed_at_once(shared: Path) -> None:
-    """A segment may have hundreds of gigabytes, and a quiet vault rarely collects garbage."""
+    """A segment may have hundreds of gigabytes, and an idle vault rarely collects garbage."""
     store = SegmentStore(shared, "n1", None)
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Pages of slots: huge where the file system gives them, near the rank where there is a choice."""
+"""Pages of slots: huge if the file system has huge pages, and near the rank if there is a choice."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_segment_uses_huge_pages_on_a_mount_with_huge_option(tmp_path: Path) -> 
 
 
 def policy() -> tuple[int, int]:
-    """This thread's mode and nodes."""
+    """Return this thread's memory mode and nodes."""
     mode, nodes = ctypes.c_int(-1), (ctypes.c_ulong * 16)()
     libc = ctypes.CDLL(None, use_errno=True)
     number = ctypes.c_long(GET_MEMPOLICY[platform.machine()])

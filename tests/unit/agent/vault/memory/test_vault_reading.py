@@ -31,7 +31,7 @@ def fleet(program_forks: ForkPool) -> Iterator[Vaults]:
 
 @pytest.fixture
 def owner(fleet: Vaults) -> RankMemory:
-    """Rank 3 on n2, with a sealed slot of several chunks."""
+    """Return rank 3 on n2, with a sealed slot of several chunks."""
     rank = RankMemory(fleet.all[1].client(), rank=3, slot_bytes=slot_bytes_for(64, SIZE))
     rank.fill(0, V, PAYLOAD)
     return rank

@@ -21,7 +21,7 @@ from tests.unit.agent.vault.parity.parity_group import NODES, SIZES, Group, V, s
 
 @pytest.fixture(scope="module")
 def fleet(program_forks: ForkPool) -> Iterator[Vaults]:
-    """For tests that leave its processes as they found them."""
+    """The vaults of a group, for tests that leave the processes as they were."""
     with started(program_forks) as running:
         yield running
 

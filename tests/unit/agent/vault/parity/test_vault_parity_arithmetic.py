@@ -19,8 +19,8 @@ from tests.support.plugins.example_counts import examples
 Bytes = np.ndarray[tuple[int, ...], np.dtype[np.uint8]]
 
 
-def peasant(a: int, b: int) -> int:
-    """a times b over GF(2) modulo x^8 + x^4 + x^3 + x^2 + 1."""
+def multiply(a: int, b: int) -> int:
+    """Return a times b over GF(2) modulo x^8 + x^4 + x^3 + x^2 + 1, by shifts and additions."""
     result = 0
     while b:
         if b & 1:
@@ -31,18 +31,18 @@ def peasant(a: int, b: int) -> int:
     return result
 
 
-TIMES = np.array([[peasant(a, b) for b in range(256)] for a in range(256)], np.uint8)
+TIMES = np.array([[multiply(a, b) for b in range(256)] for a in range(256)], np.uint8)
 
 
 def power_of_two(exponent: int) -> int:
     result = 1
     for _ in range(exponent):
-        result = peasant(result, 2)
+        result = multiply(result, 2)
     return result
 
 
 def elements(data: bytes) -> Bytes:
-    """Stripe by stripe the field's elements: bit r of element b is bit b of row r."""
+    """Return the field's elements stripe by stripe: bit r of element b is bit b of row r."""
     stripes = np.frombuffer(data, np.uint8).reshape(-1, 8, STRIPE_BYTES // 8)
     bits = np.unpackbits(stripes, axis=2, bitorder="little")
     weights = (1 << np.arange(8, dtype=np.uint16))[None, :, None]
@@ -51,14 +51,14 @@ def elements(data: bytes) -> Bytes:
 
 
 def in_rows(found: Bytes) -> bytes:
-    """Elements as they lie in stripes."""
+    """Return elements as they are stored in stripes."""
     by_stripe = found.reshape(-1, 1, STRIPE_BYTES)
     bits = (by_stripe >> np.arange(8, dtype=np.uint8)[None, :, None]) & 1
     return np.packbits(bits, axis=2, bitorder="little").tobytes()
 
 
-def slow_parity(members: Sequence[bytes]) -> tuple[bytes, bytes]:
-    """P and Q, element by element."""
+def parity_by_element(members: Sequence[bytes]) -> tuple[bytes, bytes]:
+    """Return P and Q, computed element by element."""
     length = parity_bytes(max(map(len, members)))
     parts = [elements(m.ljust(length, b"\0")) for m in members]
     p, q = np.zeros(length, np.uint8), np.zeros(length, np.uint8)
@@ -91,7 +91,7 @@ def noise(lengths: Sequence[int], seed: int = 1) -> list[bytes]:
 def test_parity_matches_the_oracle_and_recovers_two_losses(k: int) -> None:
     members = noise([STRIPE_BYTES + 1000 * number for number in range(k)], seed=k)
     p, q = encoded(members)
-    assert (bytes(p), bytes(q)) == slow_parity(members)
+    assert (bytes(p), bytes(q)) == parity_by_element(members)
     for number in range(k):
         for left in ((p, q), (p, None), (None, q)):
             assert recovered(members, [number], *left) == [members[number]]
@@ -111,7 +111,7 @@ lengths = st.one_of(
 def test_members_of_any_length_are_zero_padded(sizes: list[int], seed: int) -> None:
     members = noise(sizes, seed)
     p, q = encoded(members)
-    assert (bytes(p), bytes(q)) == slow_parity(members)
+    assert (bytes(p), bytes(q)) == parity_by_element(members)
     for lost in [*combinations(range(len(members)), 1), *combinations(range(len(members)), 2)]:
         assert recovered(members, lost, p, q) == [members[number] for number in lost]
 

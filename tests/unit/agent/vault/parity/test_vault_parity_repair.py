@@ -20,7 +20,7 @@ SCRUB = ("--scrub-interval-s", "0.02")
 
 @pytest.fixture
 def group(program_forks: ForkPool) -> Iterator[Group]:
-    """n1, p and q are scrubbed."""
+    """A group whose nodes n1, p and q scrub their slots."""
     with started(program_forks, dict.fromkeys(("n1", "p", "q"), SCRUB)) as fleet:
         group = Group(fleet)
         group.protect_all()
@@ -32,8 +32,8 @@ def view_of(group: Group, node: str) -> SegmentView:
     return map_segment(Path(group.fleet.all[NODES.index(node)].segment_dir, JOB, name))
 
 
-def mended(group: Group, node: str, place: int | None) -> str:
-    """Flip a bit of the payload, or with None of the manifest, and return the report after the repair."""
+def report_of_repair(group: Group, node: str, place: int | None) -> str:
+    """Flip a bit of the payload, or of the manifest if ``place`` is None, and return the report after the repair."""
     view = view_of(group, node)
     ((slot, header),) = view.sealed_slots()
     before = bytes(view.payload(slot))
@@ -56,21 +56,21 @@ def test_corrupt_parity_row_is_rebuilt_from_members(group: Group, node: str) -> 
     other = "q" if node == "p" else "p"
     group.fleet.all[NODES.index(other)].kill()
     for place in (5, CHUNK_BYTES + 9):
-        assert "repaired from its parity group" in mended(group, node, place)
+        assert "repaired from its parity group" in report_of_repair(group, node, place)
 
 
 @pytest.mark.promise("bit-flips")
 def test_parity_row_is_rebuilt_with_one_member_lost_but_not_two(group: Group) -> None:
     group.forget_nodes(("n2",), 2)
-    assert "repaired from its parity group" in mended(group, "p", 5)
-    assert "repaired from its parity group" in mended(group, "q", None)
+    assert "repaired from its parity group" in report_of_repair(group, "p", 5)
+    assert "repaired from its parity group" in report_of_repair(group, "q", None)
     group.forget_nodes(("n2", "n3"), 3)
-    assert "the slot is discarded" in mended(group, "p", 5)
+    assert "the slot is discarded" in report_of_repair(group, "p", 5)
 
 
 @pytest.mark.promise("bit-flips")
 def test_corrupt_unreplicated_shard_is_rebuilt_from_parity(group: Group) -> None:
     for place in (7, CHUNK_BYTES + 7, None):
-        assert "repaired from its parity group" in mended(group, "n1", place)
+        assert "repaired from its parity group" in report_of_repair(group, "n1", place)
     group.forget_nodes(("n3", "p"), 2)
-    assert "the slot is discarded" in mended(group, "n1", 8), "Q alone bears one loss, and n3 is one"
+    assert "the slot is discarded" in report_of_repair(group, "n1", 8), "Q alone bears one loss, and n3 is one"

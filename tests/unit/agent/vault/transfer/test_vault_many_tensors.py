@@ -32,7 +32,7 @@ V1, V2 = Version(1, 1), Version(1, 2)
 
 
 def manifest_of(count: int) -> Manifest:
-    """Scalars with names as long as those of moments in deeply nested models."""
+    """Return a manifest of scalars, with names as long as those of moments in deeply nested models."""
     prefix = (
         "optimizer.model.encoder.blocks.7.decoder.layers.13.attention.query_key_value.linear.parametrizations.weight"
     )

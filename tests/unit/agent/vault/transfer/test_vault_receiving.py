@@ -1,4 +1,4 @@
-"""Transfers that are cut off, sent twice, or outlived by their job: no unhashed bytes, no slot, no memory."""
+"""Transfers that are cut off, sent twice, or whose job has ended: they leave no unhashed bytes, slot or memory."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _sent(channel: VaultChannel, transfer: bytes, payload: bytes) -> None:
 
 
 class _Sender:
-    """A connection of n8 that sends these bytes; ``half_way``: what happens when half of them are there."""
+    """A connection of n8 that sends these bytes, and calls ``half_way`` when it has sent half of them."""
 
     def __init__(self, payload: bytes, half_way: Callable[[], object] | None = None) -> None:
         self._payload = payload
@@ -70,7 +70,7 @@ class _Sender:
 
 @pytest.mark.parametrize("damage", ["chunk", "manifest"])
 def test_concurrent_chunk_cut_off_last_counts_as_missing(tmp_path: Path, damage: str) -> None:
-    """Else a slot with wrong bytes would be sealed, and this node blamed for it."""
+    """Otherwise a slot with wrong bytes would be sealed, and this node blamed for it."""
     store, book, tally = SegmentStore(tmp_path, "n1", None), JobTable(), VaultCounters()
     book.configure(local.ConfigureJob(request=1, job=JOB, generation=1, secret=SECRET, holders=()))
     receiver = SlotReceiver(store, book, FindingReporter("n1", SYSTEM_CLOCK, tally, lambda raised: None), tally)
@@ -162,7 +162,7 @@ def test_job_ending_during_a_copy_releases_its_memory(fleet: Vaults, wire: Wire)
 
 
 def test_vanished_source_version_does_not_fail_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another reader found the slot corrupt and discarded it: the failed transfer must not hold its own slot."""
+    """Another reader found the slot corrupt and discarded it. The failed transfer must not keep its own slot."""
     segment = SegmentStore(tmp_path, "n1", None).open(SegmentKey(JOB, "replica", 0), 1 << 16, 4)
     view = segment.view
     view.begin(0, 0, Version(1, 1), MANIFEST, 5)[:] = b"other"

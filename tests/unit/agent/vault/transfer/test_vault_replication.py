@@ -1,4 +1,4 @@
-"""Slots that go from one vault to others, over real sockets between real processes."""
+"""Slots that vaults copy to others, over real sockets between real processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def opened(slot: local.SlotInfo) -> tuple[SegmentView, int]:
 
 
 def big_rank(fleet: Vaults, chunks: int) -> RankMemory:
-    """A rank with a slot that takes a while to send."""
+    """Return a rank with a slot that takes a while to send."""
     rank = RankMemory(fleet.all[0].client(), rank=0, slot_bytes=slot_bytes_for(64, chunks * CHUNK_BYTES))
     rank.fill(0, Version(1, 1), noise(CHUNK_BYTES) * chunks)
     return rank

@@ -28,7 +28,7 @@ def counters(client: VaultClient) -> dict[str, int]:
 
 
 def copy_at(client: VaultClient, version: Version) -> bytes:
-    """The payload of a copy, once it hashed right."""
+    """Return the payload of a copy once it has the right hash."""
     answer = client.inventory()
     (slot,) = [slot for slot in answer.slots if slot.version == version]
     view = map_segment(Path(slot.path))
@@ -133,7 +133,7 @@ class Breaker:
 
 @contextmanager
 def broken_in_front_of(vault: VaultProcess, cut_after: list[int]) -> Iterator[Breaker]:
-    """Let other vaults reach this one through a connection that breaks."""
+    """Make other vaults reach this one through a connection that breaks."""
     breaker, real = Breaker(vault.address, cut_after), vault.address
     vault.address = breaker.address
     try:
@@ -159,8 +159,8 @@ def test_transfer_resumes_where_its_connection_broke(fleet: Vaults) -> None:
         assert counters(clients["n2"])["reused_bytes"] == 10 * CHUNK_BYTES
 
 
-class Watch:
-    """A clock that sleeping moves on."""
+class AdvancingClock:
+    """A clock that advances when it sleeps."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -177,7 +177,7 @@ class Watch:
 
 
 def test_pace_limits_the_total_bytes_sent() -> None:
-    watch = Watch()
+    watch = AdvancingClock()
     clock: Clock = watch
     pace = RateLimiter(1e6, clock, watch.sleep)
     for _ in range(100):
@@ -191,14 +191,14 @@ def test_pace_limits_the_total_bytes_sent() -> None:
 
 
 def test_pace_without_a_bound_never_waits() -> None:
-    watch = Watch()
+    watch = AdvancingClock()
     pace = RateLimiter(None, watch, watch.sleep)
     pace.acquire(1 << 60)
     assert watch.now == 100.0
 
 
-class Line:
-    """A connection whose other end accepts everything that is sent. ``pieces``: their lengths."""
+class RecordingChannel:
+    """A connection whose other end accepts everything. ``pieces``: the lengths of the sent pieces."""
 
     def __init__(self) -> None:
         self.pieces: list[int] = []
@@ -217,7 +217,7 @@ class Line:
 
 
 def test_manifest_and_chunks_are_paced_in_small_pieces() -> None:
-    watch, line = Watch(), Line()
+    watch, line = AdvancingClock(), RecordingChannel()
     reading: Any = SimpleNamespace(manifest=bytes(3_000_000), payload=memoryview(bytes(2 * CHUNK_BYTES + 5)))
     reading.is_unchanged = lambda: True
     ready = Ready(transfer=bytes(16), needs_manifest=True, present_chunks=chunk_bitmap([1]))

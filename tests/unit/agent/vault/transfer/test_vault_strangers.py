@@ -1,4 +1,4 @@
-"""A vault's behaviour towards peers without the secret, and towards lying peers with it."""
+"""A vault's behaviour towards peers without the secret, and towards peers with it that send wrong data."""
 
 from __future__ import annotations
 
