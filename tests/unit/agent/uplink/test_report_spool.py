@@ -156,7 +156,7 @@ def test_spool_file_is_bounded_and_empty_once_acknowledged(tmp_path: Path) -> No
 
 
 def test_seals_of_an_ended_generation_are_dropped() -> None:
-    """The slots are filled again. A controller that took over and knows of no newer generation would commit the seals."""
+    """Their slots are filled again. A controller that took over without a newer generation would commit the seals."""
     spool = a_spool()
     spool.add(sealed(1, safe=False), 0.0)
     spool.next_batch()
