@@ -1,4 +1,4 @@
-"""A rank flips a bit of a parameter on request, once, before an update, and only if its job allows it."""
+"""A rank flips a bit of a parameter on request: once, before an update, and only if its job allows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Regroup is raised in the main thread's training function, and nowhere else."""
+"""Regroup is raised only in the main thread, and only inside the training function."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ StartThread = Callable[[Callable[[], object]], threading.Thread]
 
 
 def spin_until(condition: Callable[[], bool]) -> None:
-    """Python code that never blocks, as a training function between two collectives."""
+    """Run Python code that never blocks, as a training function does between two collectives."""
     while not condition():
         pass
 
@@ -35,7 +35,7 @@ def interrupter() -> Interrupter:
 
 
 @pytest.fixture
-def elsewhere() -> Iterator[StartThread]:
+def start_thread() -> Iterator[StartThread]:
     threads: list[threading.Thread] = []
 
     def start(work: Callable[[], object]) -> threading.Thread:
@@ -50,20 +50,20 @@ def elsewhere() -> Iterator[StartThread]:
         assert not thread.is_alive()
 
 
-def test_a_function_in_python_code_ends_with_regroup(interrupter: Interrupter, elsewhere: StartThread) -> None:
+def test_a_function_in_python_code_ends_with_regroup(interrupter: Interrupter, start_thread: StartThread) -> None:
     started = threading.Event()
 
     def function() -> None:
         started.set()
         spin_until(lambda: False)
 
-    elsewhere(lambda: started.wait(60) and interrupter.interrupt())
+    start_thread(lambda: started.wait(60) and interrupter.interrupt())
     assert isinstance(interrupter.run(function), Regroup)
 
 
 @pytest.mark.parametrize("wait", [lambda: Future().result(), lambda: queue.Queue().get(), lambda: time.sleep(3600)])
 def test_function_waiting_in_python_code_is_interrupted(
-    interrupter: Interrupter, elsewhere: StartThread, wait: Callable[[], object]
+    interrupter: Interrupter, start_thread: StartThread, wait: Callable[[], object]
 ) -> None:
     main, started = threading.get_ident(), threading.Event()
     kernel, looks = Path(f"/proc/self/task/{threading.get_native_id()}/status"), [""]
@@ -83,13 +83,13 @@ def test_function_waiting_in_python_code_is_interrupted(
         until(is_blocked, "it waits")
         interrupter.interrupt()
 
-    elsewhere(interrupt)
+    start_thread(interrupt)
     assert isinstance(interrupter.run(function), Regroup)
 
 
 def test_lost_wake_signal_is_sent_again(
     interrupter: Interrupter,
-    elsewhere: StartThread,
+    start_thread: StartThread,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     started, sent = threading.Event(), []
@@ -105,12 +105,12 @@ def test_lost_wake_signal_is_sent_again(
         time.sleep(3600)
 
     monkeypatch.setattr(signal, "pthread_kill", lose_first)
-    elsewhere(lambda: started.wait(60) and interrupter.interrupt())
+    start_thread(lambda: started.wait(60) and interrupter.interrupt())
     assert isinstance(interrupter.run(function), Regroup)
 
 
-def test_wake_signals_end_with_the_exception(interrupter: Interrupter, elsewhere: StartThread) -> None:
-    """The script's own clean-up is not disturbed by signals for long."""
+def test_wake_signals_end_with_the_exception(interrupter: Interrupter, start_thread: StartThread) -> None:
+    """Signals disturb the script's own clean-up only for a short time."""
     started = threading.Event()
 
     def wakers() -> list[threading.Thread]:
@@ -125,7 +125,7 @@ def test_wake_signals_end_with_the_exception(interrupter: Interrupter, elsewhere
                 waker.join(60)
             assert not wakers(), "signals go on during the clean-up"
 
-    elsewhere(lambda: started.wait(60) and interrupter.interrupt())
+    start_thread(lambda: started.wait(60) and interrupter.interrupt())
     assert isinstance(interrupter.run(function), Regroup)
 
 
@@ -165,7 +165,7 @@ def test_late_interrupt_request_is_withdrawn(interrupter: Interrupter) -> None:
         sum(range(100))  # a request that was left over would be raised here
 
 
-def test_an_atomic_section_is_finished_first(interrupter: Interrupter, elsewhere: StartThread) -> None:
+def test_an_atomic_section_is_finished_first(interrupter: Interrupter, start_thread: StartThread) -> None:
     inside, asked = threading.Event(), threading.Event()
     written: list[str] = []
 
@@ -181,12 +181,12 @@ def test_an_atomic_section_is_finished_first(interrupter: Interrupter, elsewhere
         interrupter.interrupt()
         asked.set()
 
-    elsewhere(ask)
+    start_thread(ask)
     assert isinstance(interrupter.run(function), Regroup)
     assert written == ["whole"]
 
 
-def test_nested_atomic_sections_end_with_the_outermost(interrupter: Interrupter, elsewhere: StartThread) -> None:
+def test_nested_atomic_sections_end_with_the_outermost(interrupter: Interrupter, start_thread: StartThread) -> None:
     inside, asked = threading.Event(), threading.Event()
     written: list[str] = []
 
@@ -203,12 +203,12 @@ def test_nested_atomic_sections_end_with_the_outermost(interrupter: Interrupter,
         interrupter.interrupt()
         asked.set()
 
-    elsewhere(ask)
+    start_thread(ask)
     assert isinstance(interrupter.run(function), Regroup)
     assert written == ["outer goes on"]
 
 
-def test_a_call_is_interrupted_at_most_once(interrupter: Interrupter, elsewhere: StartThread) -> None:
+def test_a_call_is_interrupted_at_most_once(interrupter: Interrupter, start_thread: StartThread) -> None:
     started, caught = threading.Event(), threading.Event()
     second: list[bool] = []
 
@@ -227,7 +227,7 @@ def test_a_call_is_interrupted_at_most_once(interrupter: Interrupter, elsewhere:
         caught.wait(60)
         second.append(interrupter.interrupt())
 
-    elsewhere(ask_twice)
+    start_thread(ask_twice)
     assert isinstance(interrupter.run(function), Regroup)
     assert second == [False]
 
@@ -237,7 +237,7 @@ def interrupt_once(interrupter: Interrupter, started: threading.Event) -> None:
     interrupter.interrupt()
 
 
-def test_each_call_can_be_interrupted_again(interrupter: Interrupter, elsewhere: StartThread) -> None:
+def test_each_call_can_be_interrupted_again(interrupter: Interrupter, start_thread: StartThread) -> None:
     for _ in range(3):
         started = threading.Event()
 
@@ -245,11 +245,11 @@ def test_each_call_can_be_interrupted_again(interrupter: Interrupter, elsewhere:
             started.set()
             spin_until(lambda: False)
 
-        elsewhere(partial(interrupt_once, interrupter, started))
+        start_thread(partial(interrupt_once, interrupter, started))
         assert isinstance(interrupter.run(function), Regroup)
 
 
-def test_asked_thread_leaves_at_its_next_module_call(interrupter: Interrupter, elsewhere: StartThread) -> None:
+def test_asked_thread_leaves_at_its_next_module_call(interrupter: Interrupter, start_thread: StartThread) -> None:
     layer = torch.nn.Linear(2, 2)
     started, asked = threading.Event(), threading.Event()
     passed: list[str] = []
@@ -266,12 +266,12 @@ def test_asked_thread_leaves_at_its_next_module_call(interrupter: Interrupter, e
         interrupter.request_regroup()
         asked.set()
 
-    elsewhere(ask)
+    start_thread(ask)
     assert isinstance(interrupter.run(function), Regroup)
     assert passed == ["python code goes on"]
 
 
-def test_asking_leaves_other_threads_and_later_calls_alone(interrupter: Interrupter, elsewhere: StartThread) -> None:
+def test_asking_leaves_other_threads_and_later_calls_alone(interrupter: Interrupter, start_thread: StartThread) -> None:
     layer = torch.nn.Linear(2, 2)
     started, computed = threading.Event(), threading.Event()
 
@@ -285,13 +285,13 @@ def test_asking_leaves_other_threads_and_later_calls_alone(interrupter: Interrup
         started.set()
         spin_until(computed.is_set)
 
-    elsewhere(ask_and_compute)
+    start_thread(ask_and_compute)
     assert interrupter.run(function) is None
     assert not torch_modules._global_forward_pre_hooks
     assert interrupter.run(lambda: layer(torch.ones(1, 2)).sum() and None) is None
 
 
-def test_an_atomic_section_may_call_modules(interrupter: Interrupter, elsewhere: StartThread) -> None:
+def test_an_atomic_section_may_call_modules(interrupter: Interrupter, start_thread: StartThread) -> None:
     layer = torch.nn.Linear(2, 2)
     started, asked = threading.Event(), threading.Event()
     written: list[str] = []
@@ -310,7 +310,7 @@ def test_an_atomic_section_may_call_modules(interrupter: Interrupter, elsewhere:
         interrupter.request_regroup()
         asked.set()
 
-    elsewhere(ask)
+    start_thread(ask)
     assert isinstance(interrupter.run(function), Regroup)
     assert written == ["whole"]
 

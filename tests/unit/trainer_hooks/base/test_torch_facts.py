@@ -1,4 +1,4 @@
-"""Facts about torch that features tell, whatever its version."""
+"""Facts about torch that are found by its features, not by its version."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def test_late_message_arrives_and_a_missing_one_is_given_up(forks: ForkPool) -> 
 
 
 class OnGpu(dist.Work):
-    """A collective that completes at the third query and, like one of NCCL, would fail with a timeout."""
+    """A collective that completes at the third query, and counts queries and timeouts."""
 
     def __init__(self) -> None:
         super().__init__()

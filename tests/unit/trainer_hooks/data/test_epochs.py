@@ -31,7 +31,7 @@ def loader(**options: Any) -> DataLoader[Any]:
 
 
 def samples_by_rank(given: DataLoader[Any], ranks: int, epoch: int, *, meant_for: int = 2) -> list[list[int]]:
-    """The samples of each rank in the epoch, of batches that were meant for two ranks."""
+    """Return each rank's samples of the epoch, from batches that were made for two ranks."""
     order = order_of(given, None, meant_for, 7)
     first = epoch * order.batches + 1
     samplers = [EpochSampler(order, rank=rank, world_size=ranks) for rank in range(ranks)]

@@ -215,10 +215,10 @@ def test_stuck_workers_end_with_their_generation() -> None:
 
 
 @pytest.fixture
-def interrupted() -> Iterator[None]:
-    """For tests of killed workers. torch raises a worker's death from a signal handler: also where ``multiprocessing``
-    has made a socket, and has not come to the block that closes it. That goes with the exception, and Python warns of
-    it whenever that is collected: so here, where it is passed over, and not in the test after."""
+def collect_sockets() -> Iterator[None]:
+    """Collect garbage after tests of killed workers. torch raises a worker's death from a signal handler, possibly
+    after ``multiprocessing`` has made a socket and before it can close it. Python warns when that socket is collected:
+    here, where the warning is ignored, and not in a later test."""
     yield
     gc.collect()
 
@@ -237,7 +237,7 @@ def _workers_since(before: set[Any]) -> list[Any]:
 @pytest.mark.slow
 @pytest.mark.promise("loader-worker-killed")
 @OF_KILLED_WORKERS
-@pytest.mark.usefixtures("interrupted")
+@pytest.mark.usefixtures("collect_sockets")
 @pytest.mark.parametrize(("make", "victim"), [("map-style", 0), ("stream that workers split", 1)], indirect=["make"])
 def test_worker_killed_between_steps_costs_no_sample(make: type[Dataset[Any]], victim: int) -> None:
     before, run = set(multiprocessing.active_children()), run_of()
@@ -254,7 +254,7 @@ def test_worker_killed_between_steps_costs_no_sample(make: type[Dataset[Any]], v
 @pytest.mark.slow
 @pytest.mark.promise("loader-worker-killed")
 @OF_KILLED_WORKERS
-@pytest.mark.usefixtures("interrupted")
+@pytest.mark.usefixtures("collect_sockets")
 def test_worker_killed_during_a_step_costs_no_sample(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "1").touch()
     run = run_of()
@@ -271,7 +271,7 @@ def test_worker_killed_during_a_step_costs_no_sample(tmp_path: Path, caplog: pyt
 @pytest.mark.slow
 @pytest.mark.promise("loader-worker-killed")
 @OF_KILLED_WORKERS
-@pytest.mark.usefixtures("interrupted")
+@pytest.mark.usefixtures("collect_sockets")
 def test_sample_killing_every_worker_is_an_error_with_signal(tmp_path: Path) -> None:
     for life in range(9):
         (tmp_path / str(life)).touch()

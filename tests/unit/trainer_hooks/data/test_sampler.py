@@ -84,8 +84,8 @@ BUDGET = 100
 lengths_of_any_kind = st.lists(st.integers(1, BUDGET), max_size=300)
 
 
-def dumb(lengths: list[int]) -> list[int]:
-    """How full best fit decreasing makes its rows, looking at every row for every sequence."""
+def pack_by_search(lengths: list[int]) -> list[int]:
+    """Return how full best fit decreasing makes its rows, by a search of every row for every sequence."""
     rows: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [n for n, filled in enumerate(rows) if filled + length <= BUDGET]
@@ -107,7 +107,7 @@ def test_every_sequence_is_in_one_row_and_no_row_is_too_long(lengths: list[int],
 @given(lengths_of_any_kind, st.integers(0, 1000))
 def test_rows_are_as_full_as_with_exhaustive_search(lengths: list[int], seed: int) -> None:
     rows = pack(lengths, BUDGET, seed=seed)
-    assert sorted(sum(lengths[index] for index in row) for row in rows) == dumb(lengths)
+    assert sorted(sum(lengths[index] for index in row) for row in rows) == pack_by_search(lengths)
 
 
 def test_oversized_or_empty_sequence_is_named() -> None:

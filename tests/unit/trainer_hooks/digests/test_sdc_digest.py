@@ -1,4 +1,4 @@
-"""The weighted digest changes with any changed bit, and with nothing else."""
+"""Every changed bit changes the weighted digest, and nothing else does."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_swapped_words_rows_and_tensors_change_the_digest() -> None:
 
 @pytest.mark.parametrize("size", [5, SMALL_BYTES])
 def test_digest_does_not_depend_on_memory_layout(size: int) -> None:
-    """Neither an odd address nor gaps between rows: a rank that allocated otherwise must not look like a liar."""
+    """Neither an odd address nor gaps between rows: a rank with other allocations must not look divergent."""
     base = torch.randn(4 * size + 4)
     plain = base[:size].clone()
     shifted = torch.empty(size + 1)[1:]
@@ -151,7 +151,7 @@ def test_compiled_function_keeps_the_digest() -> None:
 
 @pytest.mark.parametrize("bit", [7, 6, 5])
 def test_even_counts_of_the_highest_bits_are_seen(bit: int) -> None:
-    """Odd weights of 64 bits would differ in nothing that is left of their products with bit 63."""
+    """With odd 64-bit weights, an even number of flips of bit 63 would cancel out."""
     words = torch.zeros(4 * ROW_WORDS, dtype=torch.int64)
     clean = to_unsigned(tensor_digest(words))
     for first in range(200):

@@ -1,4 +1,4 @@
-"""A job that starts from a checkpoint on storage: Everstep's own, torch.distributed.checkpoint's, and torch.save's."""
+"""A job that starts from a checkpoint on storage: Everstep's, torch.distributed.checkpoint's or torch.save's."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Job:
         return load_checkpoint_alone(url, self.tracked, self.state, rank, world)
 
     def contents(self) -> dict[str, Any]:
-        """The contents of all tracked state, by name."""
+        """Return the contents of all tracked state, by name."""
         whole: dict[str, Any] = {t.name: as_bytes(t.local) for t in self.state.tensors()}
         groups = [{k: v for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups]
         return whole | {"groups": groups, "schedule": self.schedule.state_dict(), "seen": self.model.seen}
@@ -208,7 +208,7 @@ def test_checkpoint_stores_the_buffers_of_each_rank(tmp_path: Path, before: Job)
     assert torch.equal(value, before.model.get_buffer("norm.running_mean"))
 
 
-def unsealed(folder: Path) -> Path:
+def without_digests(folder: Path) -> Path:
     """Remove the digests, which checkpoints of other programs and of earlier releases lack."""
     (folder / DIGESTS_FILE).unlink()
     return folder
@@ -251,7 +251,7 @@ def test_start_runs_no_code_stored_in_a_file(tmp_path: Path, before: Job) -> Non
 
 @pytest.mark.parametrize("place", ["metadata", "object"])
 def test_start_runs_no_code_stored_in_a_folder(tmp_path: Path, before: Job, place: str) -> None:
-    folder = unsealed(spilled(before, tmp_path) / folder_name(VERSION))
+    folder = without_digests(spilled(before, tmp_path) / folder_name(VERSION))
     if place == "metadata":
         (folder / ".metadata").write_bytes(pickle.dumps(Trap()))
         sentence = "has no place in a checkpoint's metadata"
@@ -277,7 +277,7 @@ class _AsEarly311(pickle.Pickler):
 
 
 def test_folder_of_any_python_release_is_read(tmp_path: Path, before: Job) -> None:
-    folder = unsealed(spilled(before, tmp_path) / folder_name(VERSION))
+    folder = without_digests(spilled(before, tmp_path) / folder_name(VERSION))
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     written = io.BytesIO()
     _AsEarly311(written, 4).dump(metadata)
@@ -296,7 +296,7 @@ class _Reached:
 
 
 def test_metadata_allows_attributes_of_enum_members_only(tmp_path: Path, before: Job) -> None:
-    folder = unsealed(spilled(before, tmp_path) / folder_name(VERSION))
+    folder = without_digests(spilled(before, tmp_path) / folder_name(VERSION))
     (folder / ".metadata").write_bytes(pickle.dumps(_Reached()))
     with pytest.raises(NotRestorable, match=r"getattr of .* has no place in a checkpoint's metadata"):
         Job(trained=False).start_from(folder)
@@ -307,7 +307,7 @@ def test_metadata_allows_attributes_of_enum_members_only(tmp_path: Path, before:
 def test_a_damaged_folder_is_refused(tmp_path: Path, before: Job, harm: str, sealed: bool) -> None:
     folder = spilled(before, tmp_path, world=2, layout="sharded") / folder_name(VERSION)
     if not sealed:
-        unsealed(folder)
+        without_digests(folder)
     file, metadata = folder / "__1_0.distcp", folder / ".metadata"
     if harm == "short":
         file.write_bytes(file.read_bytes()[:-2000])
@@ -368,7 +368,7 @@ def test_non_tensor_optimizer_state_is_restored(tmp_path: Path) -> None:
 
 
 class Outer(nn.Module):
-    """With a part whose tensors are called as its own, below the key under which models are saved."""
+    """A model with a submodule that has the same tensor names, below the key under which models are saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -389,7 +389,7 @@ class Headed(nn.Module):
         self.base = nn.Linear(2, 2)
 
 
-def started(model: nn.Module, path: Path) -> nn.Module:
+def load_into(model: nn.Module, path: Path) -> nn.Module:
     tracked: dict[str, Any] = {"model": model}
     load_checkpoint_alone(path, tracked, TrackedState(tracked))
     return model
@@ -404,17 +404,17 @@ def equal(first: nn.Module, other: nn.Module) -> bool:
 def test_submodule_named_like_a_wrapper_is_not_the_whole_model(tmp_path: Path, form: Any) -> None:
     before = Outer()
     torch.save(form(before.state_dict()), tmp_path / "file.pt")
-    assert equal(started(Outer(), tmp_path / "file.pt"), before)
+    assert equal(load_into(Outer(), tmp_path / "file.pt"), before)
 
 
 def test_headed_and_base_models_start_from_each_other(tmp_path: Path) -> None:
     before, base = Headed(), Headed()
     torch.save(before.state_dict(), tmp_path / "headed.pt")
     torch.save(before.base.state_dict(), tmp_path / "base.pt")
-    assert equal(started(base, tmp_path / "base.pt"), before)
+    assert equal(load_into(base, tmp_path / "base.pt"), before)
     base.base.base_model_prefix = "base"  # type: ignore[assignment]
     nn.init.zeros_(base.base.weight)
-    assert equal(started(base.base, tmp_path / "headed.pt"), before.base)
+    assert equal(load_into(base.base, tmp_path / "headed.pt"), before.base)
 
 
 def test_state_split_over_two_keys_is_refused(tmp_path: Path) -> None:
@@ -422,4 +422,4 @@ def test_state_split_over_two_keys_is_refused(tmp_path: Path) -> None:
     halves = {"model": {"norm.weight": state["norm.weight"], "norm.bias": state["norm.bias"]}, **state}
     torch.save({k: v for k, v in halves.items() if not k.startswith("norm")}, tmp_path / "file.pt")
     with pytest.raises(NotRestorable, match=r"lacks 2 of 4 tensors of tracked modules \(model\.norm\.weight"):
-        started(Outer(), tmp_path / "file.pt")
+        load_into(Outer(), tmp_path / "file.pt")

@@ -28,8 +28,8 @@ from tests.support.vaults.sealed_slots import load_checkpoint_alone
 NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int64: "I64", torch.bool: "BOOL"}
 
 
-def written(tensors: Mapping[str, torch.Tensor]) -> bytes:
-    """A safetensors file as its format is described."""
+def as_safetensors(tensors: Mapping[str, torch.Tensor]) -> bytes:
+    """Return a safetensors file of the tensors, built from the format's description."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     data = b""
     for name, tensor in tensors.items():
@@ -53,22 +53,22 @@ class Tied(nn.Module):
         self.none = nn.Parameter(torch.empty(0, 3, dtype=dtype))
 
 
-def saved(model: Tied, folder: Path, files: int = 1, without: str = "lm_head.weight") -> Path:
-    """As transformers does: of what is tied one, and an index where there are several files."""
+def save_as_transformers(model: Tied, folder: Path, files: int = 1, without: str = "lm_head.weight") -> Path:
+    """Save as transformers does: one of two tied weights, and an index if there are several files."""
     folder.mkdir()
     state = {name: tensor for name, tensor in model.state_dict().items() if name != without}
     (folder / "config.json").write_text("{}")
     if files == 1:
-        (folder / "model.safetensors").write_bytes(written(state))
+        (folder / "model.safetensors").write_bytes(as_safetensors(state))
         return folder
     where = {name: f"model-{number % files + 1:05}-of-{files:05}.safetensors" for number, name in enumerate(state)}
     for file in set(where.values()):
-        (folder / file).write_bytes(written({name: state[name] for name in state if where[name] == file}))
+        (folder / file).write_bytes(as_safetensors({name: state[name] for name in state if where[name] == file}))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
     return folder
 
 
-def started(model: nn.Module, path: object) -> Any:
+def load_into(model: nn.Module, path: object) -> Any:
     tracked: dict[str, Any] = {"model": model, "optimizer": torch.optim.AdamW(model.parameters())}
     assert load_checkpoint_alone(path, tracked, TrackedState(tracked)) == 0
     return model
@@ -79,7 +79,7 @@ def started(model: nn.Module, path: object) -> Any:
 @pytest.mark.parametrize("files", [1, 3])
 def test_weights_folder_is_read_with_tied_weights_once(tmp_path: Path, files: int, without: str) -> None:
     before = Tied()
-    after = started(Tied(), saved(before, tmp_path / "llama", files, without))
+    after = load_into(Tied(), save_as_transformers(before, tmp_path / "llama", files, without))
     assert all(torch.equal(a, b) for a, b in zip(after.parameters(), before.parameters(), strict=True))
     assert after.lm_head.weight is after.model["embed"].weight
 
@@ -87,8 +87,8 @@ def test_weights_folder_is_read_with_tied_weights_once(tmp_path: Path, files: in
 def test_object_store_file_is_read_and_converted_to_dtype(tmp_path: Path) -> None:
     before = Tied(torch.bfloat16)
     with fsspec.open(f"memory://{tmp_path}/weights.safetensors", "wb") as file:
-        file.write(written(before.state_dict()))
-    after = started(Tied(), f"memory://{tmp_path}/weights.safetensors")
+        file.write(as_safetensors(before.state_dict()))
+    after = load_into(Tied(), f"memory://{tmp_path}/weights.safetensors")
     assert torch.equal(after.model["embed"].weight, before.get_parameter("model.embed.weight").float())
 
 
@@ -97,7 +97,7 @@ def test_each_rank_of_a_mesh_has_its_part(tmp_path: Path, monkeypatch: pytest.Mo
     patch_mesh_equality()
     layout = Layout(shard=2, tp=2, hidden=(7, 5, 3, 6))
     whole = {name: p.detach() for name, p in layout.net().named_parameters()}
-    (tmp_path / "model.safetensors").write_bytes(written({**whole, "constant": torch.arange(5.0)}))
+    (tmp_path / "model.safetensors").write_bytes(as_safetensors({**whole, "constant": torch.arange(5.0)}))
     for rank in range(layout.world):
         with fake_group(rank, (layout.world,)):
             trained = Trained(layout)
@@ -111,7 +111,7 @@ def test_each_rank_of_a_mesh_has_its_part(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_unrequested_rows_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "a.safetensors").write_bytes(written({"w": torch.arange(60).view(10, 3, 2)}))
+    (tmp_path / "a.safetensors").write_bytes(as_safetensors({"w": torch.arange(60).view(10, 3, 2)}))
     checkpoint = open_checkpoint(str(tmp_path / "a.safetensors"))
     asked: list[int] = []
     assert isinstance(checkpoint, SafetensorsCheckpoint)
@@ -129,11 +129,11 @@ def test_unrequested_rows_are_not_read(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_several_files_without_index_require_a_name(tmp_path: Path) -> None:
     for name in ("adapter.safetensors", "other.safetensors"):
-        (tmp_path / name).write_bytes(written(Tied().state_dict()))
+        (tmp_path / name).write_bytes(as_safetensors(Tied().state_dict()))
     with pytest.raises(NotRestorable, match=r"has adapter\.safetensors, other\.safetensors: name the one"):
         find_checkpoints(str(tmp_path))
     assert find_checkpoints(str(tmp_path / "other.safetensors")) == [str(tmp_path / "other.safetensors")]
-    (tmp_path / "model.safetensors").write_bytes(written(Tied().state_dict()))
+    (tmp_path / "model.safetensors").write_bytes(as_safetensors(Tied().state_dict()))
     assert find_checkpoints(str(tmp_path)) == [str(tmp_path / "model.safetensors")]
 
 
@@ -149,7 +149,7 @@ def test_several_files_without_index_require_a_name(tmp_path: Path) -> None:
     ],
 )
 def test_damaged_safetensors_file_is_refused_by_name(tmp_path: Path, harm: str, sentence: str) -> None:
-    folder = saved(Tied(), tmp_path / "llama", 3)
+    folder = save_as_transformers(Tied(), tmp_path / "llama", 3)
     file, index = folder / "model-00002-of-00003.safetensors", folder / "model.safetensors.index.json"
     body = file.read_bytes()
     if harm == "index":
@@ -162,10 +162,10 @@ def test_damaged_safetensors_file_is_refused_by_name(tmp_path: Path, harm: str, 
         harmed = {"short": body[:-3], "head": bytes(4) + b"\1" + body[5:], "json": body[:9] + body[10:], "empty": b""}
         file.write_bytes(harmed[harm])
     with pytest.raises(DamagedCheckpoint, match=sentence):
-        started(Tied(), folder)
+        load_into(Tied(), folder)
 
 
 def test_unsupported_dtype_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a.safetensors").write_bytes(written({"w": torch.zeros(2)}).replace(b'"F32"', b'"X12"'))
+    (tmp_path / "a.safetensors").write_bytes(as_safetensors({"w": torch.zeros(2)}).replace(b'"F32"', b'"X12"'))
     with pytest.raises(NotRestorable, match="w is of X12, which torch does not have"):
         open_checkpoint(str(tmp_path / "a.safetensors"))

@@ -19,7 +19,7 @@ VERSION = Version(2, 7)
 
 
 def stored(folder: Path, world: int) -> Path:
-    """Where ranks that have made an update wrote their state."""
+    """Return the folder in which ranks that have made an update stored their state."""
     states = []
     for rank in range(world):
         sliced = SlicedState(rank, world)

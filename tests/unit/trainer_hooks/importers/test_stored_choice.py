@@ -1,4 +1,4 @@
-"""Ranks that start from storage agree on a checkpoint, whatever is written, removed or damaged there meanwhile."""
+"""Ranks that start from storage agree on a checkpoint while others write, remove or damage checkpoints there."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ Reading = Callable[[int, str], None]
 
 
 class Rank:
-    """A layer whose weights are all the same number, with momentum or without."""
+    """A layer whose weights all have one value, and its optimizer with or without momentum."""
 
     def __init__(self, value: float = 0.0, *, stepped: bool = False) -> None:
         self.model = nn.Linear(6, 4)
@@ -64,7 +64,7 @@ class Rank:
 
 
 def _store(root: Path, step: int, *, stepped: bool = True) -> Path:
-    """A checkpoint of a step, whose number is in all weights; each of two ranks wrote half of it."""
+    """Store a checkpoint whose step is the value of all weights. Each of two ranks wrote half of it."""
     rank = Rank(float(step), stepped=stepped)
     order = fill_slots(root / f"slots-{step}", rank.state, Version(1, step), world=2, layout="sharded")
     execute(msgspec.structs.replace(order, url=str(root / "out")))
@@ -74,7 +74,7 @@ def _store(root: Path, step: int, *, stepped: bool = True) -> Path:
 
 
 def _flip(folder: Path, step: int) -> None:
-    """A bit in the half of the weights that rank 1 wrote."""
+    """Flip a bit in the half of the weights that rank 1 wrote."""
     file = folder / "__1_0.distcp"
     data = bytearray(file.read_bytes())
     data[data.index(torch.full((4,), float(step)).numpy().tobytes())] ^= 1

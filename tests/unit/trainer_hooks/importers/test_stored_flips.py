@@ -1,4 +1,4 @@
-"""Bits that flip in files on storage: found before anything is restored from them."""
+"""Flipped bits in files on storage are detected before anything is restored from them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ VERSION = Version(3, 12)
 
 
 class Small:
-    """A layer, momentum, a schedule."""
+    """A layer, an optimizer with momentum, and a schedule."""
 
     def __init__(self) -> None:
         torch.manual_seed(3)
@@ -66,7 +66,7 @@ def _spilled(before: Small, tmp_path: Path, **options: Any) -> Path:
     return tmp_path / "out" / folder_name(VERSION)
 
 
-def _flipped(path: Path, bit: int, try_it: Callable[[], None]) -> None:
+def _with_flipped_bit(path: Path, bit: int, try_it: Callable[[], None]) -> None:
     right = path.read_bytes()
     wrong = bytearray(right)
     wrong[bit >> 3] ^= 1 << (bit & 7)
@@ -77,8 +77,8 @@ def _flipped(path: Path, bit: int, try_it: Callable[[], None]) -> None:
         path.write_bytes(right)
 
 
-def _found_or_harmless(before: Small, url: object, path: Path, bits: list[int]) -> int:
-    """How many of the flips are found; what comes of the others is what was saved."""
+def _count_detected(before: Small, url: object, path: Path, bits: list[int]) -> int:
+    """Return how many of the flips are detected. Check that the others do not change what is restored."""
     found = 0
 
     def try_it() -> None:
@@ -93,7 +93,7 @@ def _found_or_harmless(before: Small, url: object, path: Path, bits: list[int]) 
         assert path.name in message
 
     for bit in bits:
-        _flipped(path, bit, try_it)
+        _with_flipped_bit(path, bit, try_it)
     return found
 
 
@@ -106,7 +106,7 @@ READ = re.compile(r"model\..*|.*momentum_buffer|everstep\.(version|blob\.0)")
 
 
 def _read_archives(folder: Path, file: str) -> list[tuple[int, int]]:
-    """Offset and length of what rank 0 restores from."""
+    """Return offset and length of the archives from which rank 0 restores."""
     stored = filesystem.FileSystemReader(folder).read_metadata().storage_data
     return [
         (i.offset, i.length) for index, i in stored.items() if READ.fullmatch(index.fqn) and i.relative_path == file
@@ -120,17 +120,17 @@ def test_flipped_bit_in_restored_bytes_is_found(tmp_path: Path, before: Small) -
     for file in ("__0_0.distcp", "__1_0.distcp"):
         bits = [8 * at + draw.randrange(8 * length) for at, length in _read_archives(folder, file) for _ in range(6)]
         assert len(bits) >= 18
-        assert _found_or_harmless(before, folder, folder / file, bits) == len(bits)
+        assert _count_detected(before, folder, folder / file, bits) == len(bits)
     for file in (".metadata", DIGESTS_FILE):
         bits = _drawn(folder / file, 25)
-        assert _found_or_harmless(before, folder, folder / file, bits) == len(bits)
+        assert _count_detected(before, folder, folder / file, bits) == len(bits)
 
 
 @pytest.mark.promise("storage-checked")
 @pytest.mark.parametrize("file", ["__0_0.distcp", "__1_0.distcp"])
 def test_flipped_bit_never_changes_the_restored_state(tmp_path: Path, before: Small, file: str) -> None:
     folder = _spilled(before, tmp_path, world=2, layout="sharded")
-    assert _found_or_harmless(before, folder, folder / file, _drawn(folder / file, 60)) > 0
+    assert _count_detected(before, folder, folder / file, _drawn(folder / file, 60)) > 0
 
 
 @pytest.mark.promise("storage-checked")
@@ -151,8 +151,8 @@ def test_folder_without_digests_is_checked_by_its_archives(tmp_path: Path, befor
     weight = before.model.weight.detach().numpy().tobytes()
     at = 8 * file.read_bytes().index(weight)
     bits = list(range(at, at + 8 * len(weight), 29))
-    assert _found_or_harmless(before, folder, file, bits) == len(bits)
-    _found_or_harmless(before, folder, file, _drawn(file, 40))
+    assert _count_detected(before, folder, file, bits) == len(bits)
+    _count_detected(before, folder, file, _drawn(file, 40))
 
 
 @pytest.mark.promise("storage-checked")
@@ -160,13 +160,13 @@ def test_folder_without_digests_is_checked_by_its_archives(tmp_path: Path, befor
 def test_flipped_bit_in_a_dcp_file_is_found_or_harmless(tmp_path: Path, before: Small) -> None:
     state_dict_saver.save(before.saved(), checkpoint_id=tmp_path / "theirs", no_dist=True)
     file = tmp_path / "theirs" / "__0_0.distcp"
-    assert _found_or_harmless(before, tmp_path / "theirs", file, _drawn(file, 60)) > 20
+    assert _count_detected(before, tmp_path / "theirs", file, _drawn(file, 60)) > 20
 
 
 def test_a_bit_in_a_torch_save_file_is_found_or_harmless(tmp_path: Path, before: Small) -> None:
     file = tmp_path / "file.pt"
     torch.save(before.saved(), file)
-    assert _found_or_harmless(before, file, file, _drawn(file, 100)) > 30
+    assert _count_detected(before, file, file, _drawn(file, 100)) > 30
 
 
 @pytest.mark.promise("storage-checked")
@@ -175,7 +175,7 @@ def test_every_bit_of_a_tensor_in_a_mapped_file_is_looked_at(tmp_path: Path, bef
     weight = before.model.weight.detach().numpy().tobytes()
     at = 8 * (tmp_path / "file.pt").read_bytes().index(weight)
     bits = list(range(at, at + 8 * len(weight), 19))
-    assert _found_or_harmless(before, tmp_path / "file.pt", tmp_path / "file.pt", bits) == len(bits)
+    assert _count_detected(before, tmp_path / "file.pt", tmp_path / "file.pt", bits) == len(bits)
 
 
 def test_legacy_torch_save_file_is_refused_with_advice(tmp_path: Path, before: Small) -> None:

@@ -1,4 +1,4 @@
-"""The adapter for DeepSpeed where no rank is needed: pieces of parameters, batch sizes, process-wide state."""
+"""Parts of the adapter for DeepSpeed that need no ranks: pieces of parameters, batch sizes, process-wide state."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_configuration_fits_every_world_size() -> None:
 
 
 def reset_after_interrupt() -> tuple[bool, int, int, int]:
-    """Interrupt the building of a model under zero.Init, reset, and tell what is left of it."""
+    """Interrupt the building of a model under zero.Init, reset, and return what remains of it."""
     from deepspeed import comm
     from deepspeed.runtime.zero import parameter_offload, partition_parameters
 
@@ -91,7 +91,7 @@ def test_reset_ends_an_interrupted_zero_init(forks: ForkPool) -> None:
 
 
 def engines_left(stages: list[int]) -> list[bool]:
-    """Build, train and leave an engine of each stage; tell whether its module is still there after the next reset."""
+    """Build, train and drop an engine of each stage. Return whether its module still exists after the next reset."""
     import deepspeed
 
     from everstep_trainer.integrations.deepspeed import reset_process_state, tracked_objects

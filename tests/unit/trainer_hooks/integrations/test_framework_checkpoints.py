@@ -1,4 +1,4 @@
-"""Checkpoints and logs of the frameworks beside state restored from memory: the newer state wins, and rows stay."""
+"""Frameworks' checkpoints and logs beside state restored from memory: the newer state is used, and rows are kept."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ Trace = list[tuple[Any, ...]]
 
 
 def fit(session: RecordedSession, **options: Any) -> tuple[Trace, list[int], Trace]:
-    """Train in this process; return what happened in order, the steps at which it happened, and the end."""
+    """Train in this process; return the events in order, the steps at which they happened, and the final state."""
     warnings.simplefilter("ignore")
     from pytorch_lightning import Callback, LightningModule, Trainer
     from pytorch_lightning.callbacks import EarlyStopping

@@ -1,4 +1,4 @@
-"""The adapter for Megatron-core where no rank is needed: boxes of flat shards, process-wide state, refusals."""
+"""Parts of the adapter for Megatron-core that need no ranks: boxes of flat shards, process-wide state, refusals."""
 
 from __future__ import annotations
 

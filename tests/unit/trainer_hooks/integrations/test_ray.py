@@ -1,4 +1,4 @@
-"""Settings, flags and waiting reports of the Ray Train integration, without a Ray."""
+"""Settings, flags and waiting reports of the integration with Ray Train, without Ray."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ray Train's functions in a rank process, without a Ray."""
+"""Ray Train's functions in a rank process, without Ray."""
 
 from __future__ import annotations
 

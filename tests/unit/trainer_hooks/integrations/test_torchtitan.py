@@ -1,4 +1,4 @@
-"""The parts of the integration with torchtitan that need no processes: its data, and what it refuses."""
+"""Parts of the integration with torchtitan that need no processes: its data and its refusals."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Count(IterableDataset[Any]):
 
 
 def counting(size: int) -> Any:
-    """The config of a loader of torchtitan's over ``Count``."""
+    """Return the config of a torchtitan loader over ``Count``."""
     from torchtitan.components.dataloader import ParallelAwareDataloader
 
     class Loader(ParallelAwareDataloader):

@@ -67,7 +67,7 @@ class Session(TrainingSession):
 
 @pytest.fixture(autouse=True)
 def own_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No tracker of another test, and none left behind."""
+    """Check that no tracker thread of another test runs, and that this test leaves none."""
     threads: dict[str, trackers.TrackerThread] = {}
     monkeypatch.setattr(trackers, "_threads", threads)
     yield

@@ -1,4 +1,4 @@
-"""The Trainer of transformers with its own batches: what happens after a restore at a step."""
+"""The Trainer of transformers with its own batches: its behaviour after a restore at a step."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Model(torch.nn.Module):
 
 
 def fit(session: RecordedSession, folder: str, **options: Any) -> tuple[Trace, list[int], Trace]:
-    """Train in this process; return what happened in order, the steps at which it happened, and the end."""
+    """Train in this process; return the events in order, the steps at which they happened, and the final state."""
     warnings.simplefilter("ignore")
     from transformers import Trainer, TrainerCallback, TrainingArguments
     from transformers.trainer_callback import ExportableState

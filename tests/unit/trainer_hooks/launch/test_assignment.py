@@ -63,7 +63,7 @@ def test_generation_sets_the_torchrun_environment() -> None:
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    """The variables of a rank of run7, which are gone after the test."""
+    """Set the variables of a rank of run7 for the test."""
     before = dict(os.environ)
     os.environ["EVERSTEP_JOB"] = "run7"
     spec = generation(("n1", 0), ("n1", 1))

@@ -1,4 +1,4 @@
-"""What standbys import in advance, because ranks of their node have."""
+"""Modules that standbys import in advance, because ranks of their node have imported them."""
 
 from __future__ import annotations
 

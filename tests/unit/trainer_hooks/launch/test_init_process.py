@@ -1,4 +1,4 @@
-"""Process 1 of a process namespace of the test's own."""
+"""Process 1 of a process namespace that the test makes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_program_runs_below_process_one_with_its_status() -> None:
 
 
 def test_orphans_are_reaped() -> None:
-    """The shell ends before its background process, whose end then leaves no zombie."""
+    """The shell ends before its background process, which must not remain as a zombie."""
     ended = run_as_first_process("""
 orphan = int(subprocess.run(["sh", "-c", "sleep 0.05 >&- 2>&- & echo $!"], capture_output=True, check=True).stdout)
 while pathlib.Path(f"/proc/{orphan}").exists():

@@ -1,4 +1,4 @@
-"""The folder on a node in which processes of a job leave compiled code for those that follow."""
+"""The folder on a node in which a job's processes keep compiled code for later processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a node's store listens, how many ranks it offers, and what its standbys do beforehand."""
+"""The address of a node's store, the number of ranks that it offers, and the preparation of its standbys."""
 
 from __future__ import annotations
 
@@ -87,38 +87,36 @@ def test_host_without_ipv4_loopback_is_refused_with_advice(monkeypatch: pytest.M
         listening_socket("127.0.0.1")
 
 
-def faults() -> int:
+def page_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def faults_of_models() -> list[int]:
-    """Page faults of building 32 MiB of tensors again and again, each time after the last were freed.
-
-    glibc's aligned allocation needs a round or two until its free blocks fit.
-    """
+    """Return the page faults of building 32 MiB of tensors repeatedly, each time after the last were freed. glibc's
+    aligned allocation needs one or two rounds until its free blocks fit."""
     import torch
 
     keep_freed_memory()
     counts = []
     for _ in range(5):
-        before = faults()
+        before = page_faults()
         tensors = [torch.ones(1 << 20) for _ in range(8)]
-        counts.append(faults() - before)
+        counts.append(page_faults() - before)
         del tensors
     return counts
 
 
 def faults_after_touching(wanted: int) -> tuple[int, int, int]:
-    """(bytes touched, growth of resident memory, faults of building as much afterwards)."""
+    """Return the bytes touched, the growth of resident memory, and the page faults of building as much afterwards."""
     import torch
 
     keep_freed_memory()
     before = anonymous_bytes(os.getpid())
     touched = pretouch_heap(wanted)
     grown = anonymous_bytes(os.getpid()) - before
-    first = faults()
+    first = page_faults()
     tensors = [torch.ones(1 << 20) for _ in range(wanted // (4 << 20) - 1)]
-    count = faults() - first
+    count = page_faults() - first
     del tensors
     return touched, grown, count
 

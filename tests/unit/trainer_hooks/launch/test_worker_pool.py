@@ -1,4 +1,4 @@
-"""The crew decides from plain data, so its promises are checked by comparing lists."""
+"""The worker pool decides from plain data, so the tests compare lists of actions."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from everstep_trainer.launch.worker_pool import (
 KILL = int(signal.SIGKILL)
 
 
-def staffed(nproc: int = 2, standbys: int = 1, max_deaths: int = 3) -> WorkerPool:
-    """A crew in generation 1 whose workers (serials 1..nproc, pids 101..) and standbys have all arrived."""
-    crew = WorkerPool(nproc, standbys=standbys, max_deaths=max_deaths)
-    serials = [action.serial for action in crew.start() if isinstance(action, StartWorker)]
+def started_pool(nproc: int = 2, standbys: int = 1, max_deaths: int = 3) -> WorkerPool:
+    """Return a pool in generation 1 whose workers (serials 1..nproc, pids 101..) and standbys have all arrived."""
+    pool = WorkerPool(nproc, standbys=standbys, max_deaths=max_deaths)
+    serials = [action.serial for action in pool.start() if isinstance(action, StartWorker)]
     for serial in serials:
-        crew.handle_forked(serial, 100 + serial)
-    due = [action for serial in serials for action in crew.handle_reached_main(serial)]
+        pool.handle_forked(serial, 100 + serial)
+    due = [action for serial in serials for action in pool.handle_reached_main(serial)]
     for _ in due:
-        for action in crew.handle_standby_due():
+        for action in pool.handle_standby_due():
             assert isinstance(action, StartWorker)
-            crew.handle_forked(action.serial, 100 + action.serial)
-            crew.handle_reached_main(action.serial)
-    crew.handle_generation(1, frozenset(range(nproc)), 0.0)
-    return crew
+            pool.handle_forked(action.serial, 100 + action.serial)
+            pool.handle_reached_main(action.serial)
+    pool.handle_generation(1, frozenset(range(nproc)), 0.0)
+    return pool
 
 
 def exited(local_rank: int, pid: int, code: int | None, number: int | None, replaced: bool, gen: int = 1) -> RankExited:
@@ -44,33 +44,33 @@ def exited(local_rank: int, pid: int, code: int | None, number: int | None, repl
     )
 
 
-def killed(crew: WorkerPool, serial: int, now: float = 0.0) -> list[PoolAction]:
-    return crew.handle_exit(serial, 100 + serial, None, KILL, now)
+def kill(pool: WorkerPool, serial: int, now: float = 0.0) -> list[PoolAction]:
+    return pool.handle_exit(serial, 100 + serial, None, KILL, now)
 
 
 def test_standbys_never_arriving_are_given_up() -> None:
-    crew = WorkerPool(1, standbys=1)
-    crew.start()
-    crew.handle_reached_main(1)
+    pool = WorkerPool(1, standbys=1)
+    pool.start()
+    pool.handle_reached_main(1)
     for _ in range(2):
-        (hired,) = crew.handle_standby_due()
-        assert isinstance(hired, StartWorker)
-        assert crew.handle_exit(hired.serial, 9, 1, None, 0.0) == [ScheduleStandby(1.0)]
-    (hired,) = crew.handle_standby_due()
-    assert isinstance(hired, StartWorker)
-    assert crew.handle_exit(hired.serial, 9, 1, None, 0.0) == []
+        (started,) = pool.handle_standby_due()
+        assert isinstance(started, StartWorker)
+        assert pool.handle_exit(started.serial, 9, 1, None, 0.0) == [ScheduleStandby(1.0)]
+    (started,) = pool.handle_standby_due()
+    assert isinstance(started, StartWorker)
+    assert pool.handle_exit(started.serial, 9, 1, None, 0.0) == []
 
 
 def test_deaths_outside_the_window_are_forgotten() -> None:
-    crew = staffed(nproc=1, standbys=0, max_deaths=1)
-    assert killed(crew, 1, now=0.0) == [exited(0, 101, None, KILL, True), StartWorker(2, 0)]
-    assert killed(crew, 2, now=61.0) == [exited(0, 102, None, KILL, True), StartWorker(3, 0)]
+    pool = started_pool(nproc=1, standbys=0, max_deaths=1)
+    assert kill(pool, 1, now=0.0) == [exited(0, 101, None, KILL, True), StartWorker(2, 0)]
+    assert kill(pool, 2, now=61.0) == [exited(0, 102, None, KILL, True), StartWorker(3, 0)]
 
 
 def test_script_killed_before_main_fails_with_shell_status() -> None:
-    crew = WorkerPool(1)
-    crew.start()
-    (failed,) = crew.handle_exit(1, 101, None, int(signal.SIGSEGV), 0.0)
+    pool = WorkerPool(1)
+    pool.start()
+    (failed,) = pool.handle_exit(1, 101, None, int(signal.SIGSEGV), 0.0)
     assert isinstance(failed, ScriptEnded)
     assert failed.exit_status == 128 + signal.SIGSEGV
 
@@ -112,34 +112,34 @@ def test_worker_that_was_never_forked_starts_again() -> None:
 
 
 def test_kill_order_hits_only_members_of_its_generation() -> None:
-    crew = staffed()
-    assert crew.handle_kill_order(1, generation=1) == 2
-    killed(crew, 2)
-    assert crew.handle_kill_order(1, generation=1) is None
-    crew.handle_generation(2, frozenset({0, 1}), 0.0)
-    assert crew.handle_kill_order(1, generation=2) == 3
+    pool = started_pool()
+    assert pool.handle_kill_order(1, generation=1) == 2
+    kill(pool, 2)
+    assert pool.handle_kill_order(1, generation=1) is None
+    pool.handle_generation(2, frozenset({0, 1}), 0.0)
+    assert pool.handle_kill_order(1, generation=2) == 3
 
 
 def test_generation_fills_vacant_local_ranks() -> None:
-    crew = staffed()
-    assert crew.handle_generation(2, frozenset({1}), 0.0) == []
-    crew.remove_worker(1)
-    assert crew.handle_generation(2, frozenset({0, 1}), 0.0) == [PromoteWorker(3, 0), ScheduleStandby(1.0)]
+    pool = started_pool()
+    assert pool.handle_generation(2, frozenset({1}), 0.0) == []
+    pool.remove_worker(1)
+    assert pool.handle_generation(2, frozenset({0, 1}), 0.0) == [PromoteWorker(3, 0), ScheduleStandby(1.0)]
 
 
 def test_clean_exit_before_a_newer_generation_counts_as_death() -> None:
-    crew = staffed()
-    crew.handle_exit(2, 102, 0, None, 0.0)
+    pool = started_pool()
+    pool.handle_exit(2, 102, 0, None, 0.0)
     died = [exited(1, 102, 0, None, True, 2), PromoteWorker(3, 1), ScheduleStandby(1.0)]
-    assert crew.handle_generation(2, frozenset({0, 1}), 0.0) == died
-    assert crew.handle_early_exit(1, 102, 0.0) == [], "once"
+    assert pool.handle_generation(2, frozenset({0, 1}), 0.0) == died
+    assert pool.handle_early_exit(1, 102, 0.0) == [], "once"
 
 
 def test_repeated_clean_exits_are_given_up() -> None:
-    crew = staffed(nproc=1, standbys=0, max_deaths=2)
+    pool = started_pool(nproc=1, standbys=0, max_deaths=2)
     for serial in (1, 2, 3):
-        crew.handle_exit(serial, 100 + serial, 0, None, 0.0)
-        actions = crew.handle_generation(1 + serial, frozenset({0}), 0.0)
+        pool.handle_exit(serial, 100 + serial, 0, None, 0.0)
+        actions = pool.handle_generation(1 + serial, frozenset({0}), 0.0)
     report, given_up = actions
     assert report == exited(0, 103, 0, None, False, 4)
     assert isinstance(given_up, GiveUp)
@@ -147,25 +147,25 @@ def test_repeated_clean_exits_are_given_up() -> None:
 
 
 def test_an_unknown_process_changes_nothing() -> None:
-    crew = staffed()
-    assert killed(crew, 99) == []
-    assert crew.handle_reached_main(99) == []
-    assert crew.remove_worker(99) is None
+    pool = started_pool()
+    assert kill(pool, 99) == []
+    assert pool.handle_reached_main(99) == []
+    assert pool.remove_worker(99) is None
 
 
 @pytest.mark.parametrize("code", [None, os.EX_TEMPFAIL])
 def test_deaths_that_everstep_ordered_do_not_count(code: int | None) -> None:
-    crew = WorkerPool(1, standbys=0, max_deaths=1)
-    crew.start()
-    crew.handle_reached_main(1)
+    pool = WorkerPool(1, standbys=0, max_deaths=1)
+    pool.start()
+    pool.handle_reached_main(1)
     for generation in range(1, 6):
-        (serial,) = crew.active_workers()
-        crew.handle_generation(generation, frozenset({0}), 0.0)
+        (serial,) = pool.active_workers()
+        pool.handle_generation(generation, frozenset({0}), 0.0)
         if code is None:
-            assert crew.handle_kill_order(0, generation) == serial
-        actions = crew.handle_exit(serial, 100 + serial, code, KILL if code is None else None, 0.0)
+            assert pool.handle_kill_order(0, generation) == serial
+        actions = pool.handle_exit(serial, 100 + serial, code, KILL if code is None else None, 0.0)
         assert isinstance(actions[1], StartWorker)
-    (serial,) = crew.active_workers()
-    assert isinstance(killed(crew, serial)[1], StartWorker)
-    (serial,) = crew.active_workers()
-    assert isinstance(killed(crew, serial)[1], GiveUp)
+    (serial,) = pool.active_workers()
+    assert isinstance(kill(pool, serial)[1], StartWorker)
+    (serial,) = pool.active_workers()
+    assert isinstance(kill(pool, serial)[1], GiveUp)

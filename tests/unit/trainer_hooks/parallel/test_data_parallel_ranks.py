@@ -1,4 +1,4 @@
-"""Real ranks, two to a replica: kills and another number of replicas skip no sample, repeat none and bend no loss."""
+"""Real ranks, two to a replica: kills and changed numbers of replicas skip or repeat no sample and change no loss."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_replicas_of_two_ranks_match_a_single_process(forks: ForkPool, tmp_path:
             form(scene, 3, 0, 1, 2, 3)
             scene.wait_for_messages(RankFinished, 4, where=lambda m: m.generation == 3)
             assert scene.finish() == [0, 0, 0, 0]
-    steps = that_stand(read_step_logs(tmp_path))
+    steps = final_rows(read_step_logs(tmp_path))
     assert steps.keys() == set(range(1, STEPS + 1))
     counts = {step: rows[0]["replicas"] for step, rows in steps.items()}
     assert set(counts.values()) == {1, 2}, "the number of replicas changed under way"
@@ -76,13 +76,13 @@ def test_replicas_of_two_ranks_match_a_single_process(forks: ForkPool, tmp_path:
         assert [row["loss"] for row in rows] == pytest.approx([expected[step]] * len(rows), rel=1e-4), f"step {step}"
 
 
-def that_stand(rows: list[Row]) -> dict[int, list[Row]]:
+def final_rows(rows: list[Row]) -> dict[int, list[Row]]:
     """Return the rows of each step from the last generation that computed it."""
     last: dict[int, int] = {}
     for row in rows:
         last[row["step"]] = max(row["generation"], last.get(row["step"], 0))
-    standing: dict[int, list[Row]] = defaultdict(list)
+    final: dict[int, list[Row]] = defaultdict(list)
     for row in rows:
         if row["generation"] == last[row["step"]]:
-            standing[row["step"]].append(row)
-    return standing
+            final[row["step"]].append(row)
+    return final

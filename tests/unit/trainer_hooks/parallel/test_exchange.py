@@ -1,4 +1,4 @@
-"""The exchange of gradients in buckets: the same bits for any buckets, and nothing but the model decides on them."""
+"""The exchange of gradients in buckets gives the same bits for any buckets, which depend on the model alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A lane of gloo: the order of its jobs, what becomes of errors and interrupts, and the end of its thread."""
+"""A lane of gloo: the order of its jobs, errors and interrupts, and the end of its thread."""
 
 from __future__ import annotations
 

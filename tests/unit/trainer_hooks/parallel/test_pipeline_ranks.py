@@ -1,4 +1,4 @@
-"""Real ranks in torch's own pipeline schedule: who loses one goes on, to the last bit, as if it had not."""
+"""Real ranks in torch's own pipeline schedule continue after a loss with the same bits as without it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def numbers(row: dict[str, Any]) -> tuple[Any, ...]:
 @pytest.mark.promise("pipeline-recovery")
 @pytest.mark.slow
 def test_pipelines_continue_exactly_after_losing_a_stage(forks: ForkPool, tmp_path: Path) -> None:
-    """One of the first stages dies between two micro-batches, one of the last before it updates."""
+    """A first stage dies between two micro-batches, and a last stage before its update."""
     faults = (Fault(1, 5, "forward"), Fault(2, 10, "reduced"))
     with vaults(forks) as fleet:
         vault = fleet.start("n1")

@@ -1,4 +1,4 @@
-"""The line that tells what the exchange of gradients costs in a step."""
+"""The log line with the cost of the exchange of gradients in a step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from everstep_trainer.parallel.wait_report import MEASURED_STEPS, SKIPPED_STEPS,
 
 
 def report_of(waited_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Report steps of which each waits so long; the measured ones take 0.4 s each."""
+    """Report steps that each wait for this time. The measured steps take 0.4 s each."""
     monkeypatch.setattr(wait_report, "_has_told", False)
     clock = itertools.count(100.0, 0.4 * MEASURED_STEPS)
     for _ in range(2):  # two generations

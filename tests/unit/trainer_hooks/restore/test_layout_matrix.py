@@ -34,7 +34,7 @@ SEED = int(os.environ.get("EVERSTEP_MATRIX_SEED", "1"))
 
 
 def drawn(part: int) -> dict[str, Any]:
-    """Sizes of a model; of its layers one is narrower than any mesh, and the others divide as they come."""
+    """Draw the sizes of a model. One of its layers is narrower than any mesh."""
     chance = random.Random(f"{SEED}/{part}")
     hidden = [chance.randint(1, WORLD - 1), *(chance.randint(WORLD, 13) for _ in range(3))]
     return {"width": chance.randint(2, 9), "hidden": tuple(chance.sample(hidden, 4))}
@@ -46,8 +46,8 @@ def fleet(forks: ForkPool) -> Iterator[Vaults]:
         yield running
 
 
-def walk(names: list[str]) -> list[str]:
-    """A walk over which each name is followed by each, itself included, once (Hierholzer's)."""
+def walk_all_pairs(names: list[str]) -> list[str]:
+    """Return a walk in which each name is followed once by each name, itself included (Hierholzer's algorithm)."""
     ahead = {name: list(names) for name in names}
     path, done = [names[0]], []
     while path:
@@ -58,11 +58,11 @@ def walk(names: list[str]) -> list[str]:
     return done[::-1]
 
 
-def play_all(
+def run_all(
     forks: ForkPool, fleet: Vaults, layouts: Iterable[Layout], nodes: Sequence[str] = ("n1",) * WORLD
 ) -> list[GenerationResult]:
-    """A generation of each layout, one after another; what was restored and trained in each. ``nodes``: of the ranks,
-    one for all or one for each."""
+    """Run a generation of each layout, one after another; return the restored and trained state of each. ``nodes``: one
+    for all ranks, or one for each."""
     running = {node: fleet.start(node) for node in dict.fromkeys(nodes)}
     fleet.configure()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -84,7 +84,7 @@ def differences(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> 
 
 
 def test_walk_contains_every_ordered_pair_once() -> None:
-    steps = walk(["a", "b", "c"])
+    steps = walk_all_pairs(["a", "b", "c"])
     assert len(steps) == 10
     assert len(set(itertools.pairwise(steps))) == 9
 
@@ -96,8 +96,8 @@ def test_walk_contains_every_ordered_pair_once() -> None:
 def test_every_layout_is_restored_into_every_other_to_the_bit(forks: ForkPool, fleet: Vaults, part: int) -> None:
     layouts = {name: layout for world in (2, 3, 4) for name, layout in layouts_of(world).items()}
     first, ways = chunk(len(layouts) ** 2, part, PARTS)
-    names, sizes = walk(sorted(layouts))[first : first + ways + 1], drawn(part)
-    results = play_all(forks, fleet, [msgspec.structs.replace(layouts[name], **sizes) for name in names])
+    names, sizes = walk_all_pairs(sorted(layouts))[first : first + ways + 1], drawn(part)
+    results = run_all(forks, fleet, [msgspec.structs.replace(layouts[name], **sizes) for name in names])
     assert not wrong_ways(names, results), sizes
     assert len(results) == ways + 1
 
@@ -107,13 +107,13 @@ def test_every_layout_is_restored_into_every_other_to_the_bit(forks: ForkPool, f
 def test_each_layout_is_restored_into_another_to_the_bit(forks: ForkPool, fleet: Vaults) -> None:
     layouts = {name: layout for world in (2, 3, 4) for name, layout in layouts_of(world).items()}
     names, sizes = random.Random(SEED).sample(sorted(layouts), len(layouts)), drawn(0)
-    results = play_all(forks, fleet, [msgspec.structs.replace(layouts[name], **sizes) for name in names])
+    results = run_all(forks, fleet, [msgspec.structs.replace(layouts[name], **sizes) for name in names])
     assert not wrong_ways(names, results), sizes
     assert len(results) == len(names)
 
 
 def wrong_ways(names: Sequence[str], results: Sequence[GenerationResult]) -> list[Any]:
-    """Where something else was restored than what had been there before."""
+    """Return the pairs of layouts whose restored state differs from the state before."""
     wrong: list[Any] = []
     for number, (before, after) in enumerate(itertools.pairwise(results), 2):
         way = f"{names[number - 2]} -> {names[number - 1]}"
@@ -127,8 +127,8 @@ def wrong_ways(names: Sequence[str], results: Sequence[GenerationResult]) -> lis
 @pytest.mark.promise("layout-change")
 @pytest.mark.slow
 def test_objects_lost_on_all_ranks_are_named(forks: ForkPool, fleet: Vaults) -> None:
-    """One stage of a pipeline alone is not the model, and so is not restored as if it were."""
+    """One stage of a pipeline is not the model, and must not be restored as the model."""
     with pytest.raises(
         ChildFailed, match=r"NotRestorable: the tracked state.* tensors are gone from all ranks \(model\."
     ):
-        play_all(forks, fleet, [Layout(pp=2), Layout(replicate=2, lost=2)])
+        run_all(forks, fleet, [Layout(pp=2), Layout(replicate=2, lost=2)])

@@ -1,4 +1,4 @@
-"""Restored tensors that a script overwrites before its first step are named; what has equal values is not."""
+"""Restored tensors that a script overwrites with other values before its first step are named."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.support.ranks.lone_rank import LoneRank, lone_rank
 
 
 class Training:
-    """A model and an optimizer with state, some steps on."""
+    """A model and an optimizer with the state of some steps."""
 
     def __init__(self) -> None:
         self.model = nn.Sequential(nn.Linear(40, 50), nn.BatchNorm1d(50), nn.Linear(50, 1))

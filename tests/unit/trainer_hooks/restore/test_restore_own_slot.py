@@ -29,7 +29,7 @@ from tests.support.vaults.vault_process import JOB, vaults
 
 
 def mappings_of(path: Path) -> int:
-    """The number of times that this process has mapped the file."""
+    """Return the number of times that this process has mapped the file."""
     return sum(line.endswith(str(path)) for line in Path("/proc/self/maps").read_text().splitlines())
 
 
@@ -41,7 +41,7 @@ class Survivor:
         self.path = path
         self.model = nn.Linear(64, 64)
 
-    def stores(self, number: int, step: int) -> None:
+    def store(self, number: int, step: int) -> None:
         state, spec = TrackedState({"model": self.model}), generation(number)
         snapshots = Snapshotter(self.client, state, spec, spec.roster[0], HashStore(), lambda _: None)
         with torch.no_grad():
@@ -50,7 +50,7 @@ class Survivor:
         snapshots.wait()
         snapshots.close(finish=True)
 
-    def restores(self, number: int) -> RestoreResult:
+    def restore(self, number: int) -> RestoreResult:
         with torch.no_grad():
             self.model.weight.fill_(-1)
         spec = generation(number, restore=RestoreRule())
@@ -71,22 +71,22 @@ def survivor(program_forks: ForkPool) -> Iterator[Survivor]:
 
 
 def test_surviving_rank_maps_its_segment_once(survivor: Survivor) -> None:
-    survivor.stores(1, 1)
-    assert survivor.restores(2).version == Version(1, 1)
+    survivor.store(1, 1)
+    assert survivor.restore(2).version == Version(1, 1)
     assert survivor.model.weight.unique().tolist() == [1.0]
-    survivor.stores(2, 2)
-    assert survivor.restores(3).version == Version(2, 2)
+    survivor.store(2, 2)
+    assert survivor.restore(3).version == Version(2, 2)
     assert mappings_of(survivor.path) == 1
 
 
 def test_new_process_maps_the_segment_of_its_predecessor(survivor: Survivor) -> None:
-    survivor.stores(1, 1)
+    survivor.store(1, 1)
     with pytest.raises(FileNotFoundError):
         survivor.client.map_segment(f"{survivor.path}-missing")
     again = VaultClient(survivor.client._path)
     try:
         successor = Survivor(again, survivor.path)
-        assert successor.restores(2).version == Version(1, 1)
+        assert successor.restore(2).version == Version(1, 1)
         assert again.open_segment(JOB, 0, 1) is again.map_segment(str(survivor.path))
     finally:
         again.close()

@@ -1,4 +1,4 @@
-"""Four real ranks, real vaults, gloo: what was snapshotted comes back to the bit, on as many ranks and on fewer."""
+"""Four real ranks, real vaults, gloo: snapshots are restored to the bit, on as many ranks and on fewer."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Seat = tuple[str, int]
 
 
 class Generation(NamedTuple):
-    """One generation of ranks on ``nodes``. The rank ``dying`` dies as ``how`` says; the others then leave at once."""
+    """One generation of ranks on ``nodes``. The rank ``dying`` dies as ``how`` says; then the others leave at once."""
 
     number: int
     until: int
@@ -45,7 +45,7 @@ class Generation(NamedTuple):
 
 
 def undisturbed(number: int, until: int, nodes: Sequence[str] = NODES) -> Generation:
-    """A generation that begins anew and leaves nothing behind."""
+    """Return a generation without a restore, in which no rank dies."""
     return Generation(number, until, nodes, RestoreRule(from_scratch=True), save=False)
 
 
@@ -77,7 +77,7 @@ class Fleet:
     def run(
         self, *generations: Generation, model: str = "uneven", layout: str = "ddp", replicas: int = 2
     ) -> list[list[dict[str, Any]]]:
-        """Generation after generation in the same processes; what each rank of each says."""
+        """Run generation after generation in the same processes; return the results of each rank in each."""
         started = self.start(*generations, model=model, layout=layout, replicas=replicas)
         results = {seat: iter(process.result()) for seat, process in started.items()}
         return [[next(results[seat]) for seat in generation.seats] for generation in generations]
@@ -85,7 +85,7 @@ class Fleet:
     def start(
         self, *generations: Generation, model: str = "uneven", layout: str = "ddp", replicas: int = 2
     ) -> dict[Seat, ForkedChild]:
-        """The processes of all seats."""
+        """Start the processes of all seats."""
         alive = [vault for vault in self.by_node.values() if vault.process.poll() is None]
         self.vaults.configure(*alive, generation=generations[0].number)
         parts: dict[Seat, list[GenerationPart]] = {}

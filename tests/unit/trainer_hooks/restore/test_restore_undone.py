@@ -1,4 +1,4 @@
-"""A restore that is given up leaves nothing behind: not in weights, nor in what optimizers have."""
+"""A failed restore leaves nothing behind in weights or optimizers."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def rank(program_forks: ForkPool) -> Iterator[LoneRank]:
         yield made
 
 
-def stores(rank: LoneRank, objects: dict[str, Any], number: int, *, untrained: int = 0, steps: int) -> None:
-    """A generation whose steps change everything, but for the first ``untrained``."""
+def store_steps(rank: LoneRank, objects: dict[str, Any], number: int, *, untrained: int = 0, steps: int) -> None:
+    """Store a generation whose steps change everything, except the first ``untrained`` steps."""
     spec = generation(number)
     state = TrackedState(objects)
     snapshots = Snapshotter(rank.client, state, spec, spec.roster[0], HashStore(), lambda _: None)
@@ -74,34 +74,34 @@ def stores(rank: LoneRank, objects: dict[str, Any], number: int, *, untrained: i
     snapshots.close(finish=True)
 
 
-def restores(rank: LoneRank, objects: dict[str, Any], number: int) -> RestoreResult:
+def restore(rank: LoneRank, objects: dict[str, Any], number: int) -> RestoreResult:
     spec = generation(number, restore=RestoreRule())
     return Restoration(rank.client, spec, spec.roster[0], HashStore()).fill(TrackedState(objects))
 
 
 @pytest.mark.promise("restore-leaves-nothing")
 def test_corrupt_only_version_leaves_the_built_state(rank: LoneRank) -> None:
-    stores(rank, built(), 1, steps=1)
+    store_steps(rank, built(), 1, steps=1)
     rank.damage(Version(1, 1))
     objects = built()
-    result = restores(rank, objects, 2)
+    result = restore(rank, objects, 2)
     assert (result.version, result.step) == (None, 0)
     assert_as_built(objects)
-    stores(rank, objects, 2, steps=1)
+    store_steps(rank, objects, 2, steps=1)
     assert Version(2, 1) in rank.sealed()
 
 
 @pytest.mark.promise("restore-leaves-nothing")
 def test_corrupt_version_leaves_nothing_for_the_previous_one(rank: LoneRank) -> None:
-    stores(rank, built(), 1, untrained=1, steps=2)
+    store_steps(rank, built(), 1, untrained=1, steps=2)
     rank.damage(Version(1, 2))
     objects = built()
-    assert restores(rank, objects, 2).version == Version(1, 1)
+    assert restore(rank, objects, 2).version == Version(1, 1)
     assert_as_built(objects)
 
 
-def side_by_side(work: Any) -> list[Any]:
-    """The work of both ranks at once."""
+def run_on_both(work: Any) -> list[Any]:
+    """Run the work of both ranks at once, and return the results."""
     results: list[Any] = [None, None]
 
     def run(number: int) -> None:
@@ -129,7 +129,7 @@ def both_store(clients: list[VaultClient]) -> None:
         begun.wait()
         snapshots.close(finish=True)
 
-    side_by_side(work)
+    run_on_both(work)
 
 
 @pytest.mark.promise("restore-leaves-nothing")
@@ -152,7 +152,7 @@ def test_rank_undoes_its_restore_when_another_rank_fails(
                 restoration = Restoration(clients[number], spec, spec.roster[number], store)
                 return restoration.fill(TrackedState(objects[number]))
 
-            results = side_by_side(restore)
+            results = run_on_both(restore)
             assert [result.version for result in results] == [None, None]
             for mine in objects:
                 assert_as_built(mine)

@@ -186,7 +186,7 @@ def test_nccl_set_up_with_a_missing_peer_can_be_aborted(forks: ForkPool) -> None
 
 
 def abort_nccl_set_up() -> tuple[int, bool, float]:
-    """The number of aborted communicators, whether the abort ended in time, and a later sum on the GPU."""
+    """Return the number of aborted communicators, whether the abort ended in time, and a later sum on the GPU."""
     backend, device = NcclBackend(), torch.device("cuda", 0)
     backend.prepare()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -27,8 +27,8 @@ DEADLINE_S = 120.0
 SETTINGS = HookSettings(busy_loop_s=0.3)
 
 
-class Watched:
-    """Observes the main thread until it is seen in a state, then ends its work."""
+class MainThreadWatch:
+    """A thread that observes the main thread until it is in a given state, and then ends its work."""
 
     def __init__(self, progress: StepProgress, seen: Callable[[MainThreadState], bool]) -> None:
         self._observer = MainThreadObserver(SETTINGS, SYSTEM_CLOCK, progress)
@@ -54,9 +54,9 @@ class Watched:
         assert self._seen(self.state), self.state
 
 
-def watched(activity: RankActivity, doing: str = "", progress: StepProgress | None = None) -> Watched:
+def watched(activity: RankActivity, doing: str = "", progress: StepProgress | None = None) -> MainThreadWatch:
     progress = progress or StepProgress(window=3)
-    return Watched(progress, lambda state: state.activity is activity and doing in state.doing)
+    return MainThreadWatch(progress, lambda state: state.activity is activity and doing in state.doing)
 
 
 def test_unreleased_lock_is_still() -> None:
@@ -149,7 +149,7 @@ def test_loop_that_changes_nothing_is_a_busy_loop() -> None:
 
 def test_loop_that_counts_is_work() -> None:
     progress, stop = StepProgress(window=3), []
-    scene = Watched(progress, lambda state: state.activity is RankActivity.WORKING and state.place_s > 2.0)
+    scene = MainThreadWatch(progress, lambda state: state.activity is RankActivity.WORKING and state.place_s > 2.0)
     scene.on_release.append(lambda: stop.append(True))
     with scene.watching():
         count(stop)
@@ -158,7 +158,7 @@ def test_loop_that_counts_is_work() -> None:
 def test_spinning_wait_for_a_working_thread_is_work() -> None:
     progress, stop = StepProgress(window=3), []
     ends: list[bool] = []
-    scene = Watched(progress, lambda state: state.activity is RankActivity.WORKING and state.place_s > 1.0)
+    scene = MainThreadWatch(progress, lambda state: state.activity is RankActivity.WORKING and state.place_s > 1.0)
     scene.on_release.append(lambda: stop.append(True))
     worker = threading.Thread(
         target=lambda: [torch.ones(200, 200) @ torch.ones(200, 200) for _ in iter(lambda: bool(ends), True)]

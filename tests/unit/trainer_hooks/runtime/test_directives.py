@@ -21,7 +21,7 @@ from tests.support.fleet.generations import generation
 
 
 def listener(where: MembershipState, sent: list[ToAgent] | None = None) -> DirectiveListener:
-    """A rank that finished step 7 of its generation, and began 40 collectives."""
+    """Return the listener of a rank that finished step 7 of its generation and began 40 collectives."""
     settings = HookSettings()
     progress = StepProgress(settings.step_window)
     progress.enter(1, lambda: 40)

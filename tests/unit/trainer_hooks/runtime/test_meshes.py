@@ -1,4 +1,4 @@
-"""torch's memory of DTensor operations, across generations in one process."""
+"""torch's cache of DTensor operations, across generations in one process."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def distinct_meshes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def playing(rank: int, world: int = 4, other_groups: int = 0) -> Iterator[DeviceMesh]:
-    """This process as ``rank`` of a generation whose collectives do nothing. ``other_groups`` are made before those of
-    the mesh."""
+def mesh_of_rank(rank: int, world: int = 4, other_groups: int = 0) -> Iterator[DeviceMesh]:
+    """Make this process ``rank`` of a generation whose collectives do nothing, and give its mesh. ``other_groups`` are
+    created before those of the mesh."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         for _ in range(other_groups):
@@ -35,8 +35,8 @@ def playing(rank: int, world: int = 4, other_groups: int = 0) -> Iterator[Device
         dist.destroy_process_group()
 
 
-def comes_back_on(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh of what an operation on a tensor on ``mesh`` gives."""
+def mesh_of_result(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh of the result of an operation on a tensor on ``mesh``."""
     detached = DTensor.from_local(torch.ones(2, 6), mesh, [Shard(0)], run_check=False).detach()
     assert isinstance(detached, DTensor)
     return detached.device_mesh
@@ -46,18 +46,18 @@ def comes_back_on(mesh: DeviceMesh) -> DeviceMesh:
 def test_operation_result_lies_on_the_mesh_of_the_current_rank() -> None:
     with ThreadPoolExecutor(1) as backward:  # torch remembers in each thread for itself
         for rank in (3, 1, 0, 3):
-            with playing(rank) as mesh:
-                assert comes_back_on(mesh["shard"]).get_coordinate() == (rank % 2,)
-                assert backward.submit(comes_back_on, mesh["shard"]).result().get_coordinate() == (rank % 2,)
+            with mesh_of_rank(rank) as mesh:
+                assert mesh_of_result(mesh["shard"]).get_coordinate() == (rank % 2,)
+                assert backward.submit(mesh_of_result, mesh["shard"]).result().get_coordinate() == (rank % 2,)
 
 
 def test_operation_result_has_the_current_process_groups() -> None:
-    with playing(2) as mesh:
-        before = comes_back_on(mesh["shard"])
-    with playing(2, other_groups=3) as mesh:
-        now = comes_back_on(mesh["shard"])
+    with mesh_of_rank(2) as mesh:
+        before = mesh_of_result(mesh["shard"])
+    with mesh_of_rank(2, other_groups=3) as mesh:
+        now = mesh_of_result(mesh["shard"])
         assert now._dim_group_names == mesh["shard"]._dim_group_names
         assert now._dim_group_names != before._dim_group_names
         assert now.get_group().size() == 2
         flat = mesh._flatten("all")
-        assert comes_back_on(flat)._dim_group_names == flat._dim_group_names
+        assert mesh_of_result(flat)._dim_group_names == flat._dim_group_names

@@ -110,7 +110,7 @@ def test_a_join_without_a_store_waits_for_a_newer_generation(forks: ForkPool) ->
 
 @pytest.mark.promise("newcomers-meet")
 def test_restarted_store_at_the_same_address_is_reconnected(forks: ForkPool) -> None:
-    """The host of the store died with its fork server between two generations, so the earlier connection is dead."""
+    """The store's host died with its fork server between two generations, so the earlier connection is broken."""
     with node_ranks(forks, training_functions.sum_ones) as scene:
         scene.start(0, 1)
         scene.form_generation(1, 0, 1)
@@ -145,7 +145,7 @@ def test_newcomer_waits_longer_at_a_boundary_than_for_members(forks: ForkPool) -
 
 @pytest.mark.promise("no-orphaned-wait")
 def test_lost_peer_is_reported_until_a_new_generation(forks: ForkPool) -> None:
-    """The controller is unreachable or was replaced; the lost peer is no error of the training function."""
+    """The controller is unreachable or was replaced. The lost peer is not an error of the training function."""
     with node_ranks(forks, training_functions.sum_ones, error_attribution_grace_s=0.05, regroup_wait_s=0.2) as scene:
         scene.start(0, 1, 2)
         scene.form_generation(1, 0, 1, 2)

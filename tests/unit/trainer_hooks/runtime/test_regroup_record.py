@@ -19,7 +19,7 @@ def record_at(step: int) -> RegroupRecord:
 
 
 class Recording(TrainingSession):
-    """Has one record to hand over."""
+    """A source with one record."""
 
     def __init__(self) -> None:
         self.records = [record_at(5)]

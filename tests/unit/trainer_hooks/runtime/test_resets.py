@@ -1,4 +1,4 @@
-"""A send to a peer that has died ends, however late gloo notices the death."""
+"""A send to a dead peer ends, however late gloo notices the death."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WALL = 0x40000000  # waitpid: threads too
 
 
 def send_to_the_dead(port: int, rank: int) -> bool:
-    """Rank 0 sends, when told to, what rank 1 waits for; whether that came to an end."""
+    """On request, rank 0 sends a tensor for which rank 1 waits. Return whether the send ended."""
     store = TCPStore("127.0.0.1", port, is_master=False, timeout=ENOUGH, wait_for_workers=False)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     GlooBackend().prepare()
@@ -47,8 +47,8 @@ def send_to_the_dead(port: int, rank: int) -> bool:
 
 
 @contextmanager
-def held(thread_id: int) -> Iterator[None]:
-    """One thread of another process stands still."""
+def stopped_thread(thread_id: int) -> Iterator[None]:
+    """Stop one thread of another process."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.ptrace.argtypes = [ctypes.c_long] * 4
     if libc.ptrace(PTRACE_ATTACH, thread_id, 0, 0):
@@ -80,7 +80,7 @@ def test_send_begun_before_gloo_notices_a_peer_death_ends(forks: ForkPool) -> No
         ranks = [forks.start(send_to_the_dead, port, rank) for rank in range(2)]
         store = TCPStore("127.0.0.1", port, is_master=False, timeout=ENOUGH, wait_for_workers=False)
         store.wait(["ready"])
-        with held(gloo_thread(ranks[0].pid)):
+        with stopped_thread(gloo_thread(ranks[0].pid)):
             ranks[1].kill()
             store.set("die", "")
             store.wait(["sent"])

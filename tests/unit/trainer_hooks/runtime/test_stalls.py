@@ -1,4 +1,4 @@
-"""A rank without progress is reported with what it does, again if that changes, and once more when it goes on."""
+"""A rank without progress is reported with its activity, again if that changes, and once more when it continues."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STILL = MainThreadState(activity=RankActivity.STILL, place="train.py:16")
 WORKING = MainThreadState(activity=RankActivity.WORKING, place="train.py:16", doing="computes")
 
 
-class PlayedObserver:
+class FakeObserver:
     """An observer whose answers the test sets."""
 
     def __init__(self) -> None:
@@ -33,14 +33,14 @@ class PlayedObserver:
         self.longest_still_s = 0.0
 
 
-class Scene:
-    """A rank whose steps and looks are played by the test."""
+class WatchedRank:
+    """A rank whose steps and checks the test controls."""
 
     def __init__(self, configured_s: float | None = None) -> None:
         self.clock = ManualClock()
         self.progress = StepProgress(SETTINGS.step_window)
         self.progress.enter(1, lambda: 0)
-        self.observer = PlayedObserver()
+        self.observer = FakeObserver()
         self.watch = StallWatch(SETTINGS, self.clock, self.progress, self.observer)
         self.watch.enter(configured_s)
 
@@ -48,11 +48,11 @@ class Scene:
         reports = []
         for _ in range(count):
             self.progress.finish_step(self.progress.finished_step + 1)
-            reports += self.look(0.1)
+            reports += self.check_for(0.1)
         return reports
 
-    def look(self, seconds: float) -> list[Stall]:
-        """Time passes in looks of 0.1 s; returns the reports."""
+    def check_for(self, seconds: float) -> list[Stall]:
+        """Check every 0.1 s for so many seconds, and return the reports."""
         reports = []
         for _ in range(round(seconds / 0.1)):
             self.clock.advance(0.1)
@@ -61,57 +61,57 @@ class Scene:
 
 
 def test_stall_is_reported_after_a_second_with_its_state() -> None:
-    scene = Scene()
-    scene.steps(5)
-    (stall,) = scene.look(1.5)
+    rank = WatchedRank()
+    rank.steps(5)
+    (stall,) = rank.check_for(1.5)
     assert (stall.state, stall.threshold_s) == (STILL, 1.0)
     assert 1.0 <= stall.stalled_s < 1.2
 
 
 def test_threshold_of_the_job_applies_after_one_step() -> None:
-    scene = Scene(configured_s=2.0)
-    scene.steps(1)
-    assert scene.look(1.5)[0].threshold_s == 2.0
+    rank = WatchedRank(configured_s=2.0)
+    rank.steps(1)
+    assert rank.check_for(1.5)[0].threshold_s == 2.0
 
 
 def test_unknown_state_is_awaited_for_a_second() -> None:
-    scene = Scene()
-    scene.steps(5)
-    scene.observer.state = MainThreadState()
-    assert scene.look(1.7) == []
-    assert scene.look(0.5)[0].state.activity is None
+    rank = WatchedRank()
+    rank.steps(5)
+    rank.observer.state = MainThreadState()
+    assert rank.check_for(1.7) == []
+    assert rank.check_for(0.5)[0].state.activity is None
 
 
 def test_change_of_activity_is_reported() -> None:
-    scene = Scene()
-    scene.steps(5)
-    scene.look(1.5)
-    scene.observer.state = WORKING
-    assert [stall.state for stall in scene.look(1.5)] == [WORKING]
-    scene.observer.state = msgspec.structs.replace(WORKING, place="train.py:17")
-    assert scene.look(0.5) == [], "a line is no change"
-    scene.observer.state = msgspec.structs.replace(WORKING, section=WorkSection("validation", 60.0))
-    section = scene.look(1.5)[0].state.section
+    rank = WatchedRank()
+    rank.steps(5)
+    rank.check_for(1.5)
+    rank.observer.state = WORKING
+    assert [stall.state for stall in rank.check_for(1.5)] == [WORKING]
+    rank.observer.state = msgspec.structs.replace(WORKING, place="train.py:17")
+    assert rank.check_for(0.5) == [], "a line is no change"
+    rank.observer.state = msgspec.structs.replace(WORKING, section=WorkSection("validation", 60.0))
+    section = rank.check_for(1.5)[0].state.section
     assert section is not None
     assert section.limit_s == 60.0
 
 
 def test_stopped_process_does_not_report_itself() -> None:
-    scene = Scene()
-    scene.steps(5)
-    scene.clock.advance(60.0)
-    assert scene.watch.check() is None
-    assert scene.look(0.5) == []
-    assert scene.look(1.0) != []
+    rank = WatchedRank()
+    rank.steps(5)
+    rank.clock.advance(60.0)
+    assert rank.watch.check() is None
+    assert rank.check_for(0.5) == []
+    assert rank.check_for(1.0) != []
 
 
 def test_new_generation_resets_the_watch() -> None:
-    scene = Scene()
-    scene.steps(5)
-    scene.look(3.0)
-    scene.progress.enter(2, lambda: 0)
-    scene.watch.enter(None)
-    assert scene.look(0.8) == []
+    rank = WatchedRank()
+    rank.steps(5)
+    rank.check_for(3.0)
+    rank.progress.enter(2, lambda: 0)
+    rank.watch.enter(None)
+    assert rank.check_for(0.8) == []
 
 
 def test_stacks_show_every_thread_main_first_within_the_limit() -> None:

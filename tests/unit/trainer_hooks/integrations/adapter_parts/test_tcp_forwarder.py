@@ -1,4 +1,4 @@
-"""Connections through a forwarder: bytes in both directions, and what clients see when the server ends."""
+"""Connections through a forwarder: bytes in both directions, and the end of the server as clients see it."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ def torch_state() -> tuple[bool, int]:
 
 @pytest.fixture
 def bare() -> Iterator[ForkPool]:
-    """A fork server that imports nothing, for what has nothing to do with torch."""
+    """A fork server that imports nothing, for tests that do not need torch."""
     with fork_pool(modules=()) as pool:
         yield pool
 
@@ -181,7 +181,7 @@ def parent_of(pid: int) -> int:
 
 @pytest.mark.promise("fork-server")
 def test_killed_server_is_replaced_without_another_import(bare: ForkPool) -> None:
-    """The next one is forked from the same zygote, whose children have nothing left of the one before."""
+    """The next server is forked from the same zygote, whose children keep nothing of the previous server."""
     before = bare.start(sleep)
     server = parent_of(before.pid)
     assert parent_of(server) == server_of(bare).pid

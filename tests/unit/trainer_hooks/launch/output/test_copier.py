@@ -1,4 +1,4 @@
-"""What ranks write is shown unchanged, lines of Everstep stand on their own, and the newest part is kept."""
+"""Output of ranks is shown unchanged, lines of Everstep are separate lines, and the newest part is kept."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def copying(folder: Path, *, is_one: bool = True, **more: Any) -> Iterator[tuple
 
 
 def settle(copier: OutputCopier) -> None:
-    """Wait until the copier has done what it was asked so far, and has copied what was written so far."""
+    """Wait until the copier has executed all requests and copied all output so far."""
     done = threading.Event()
     copier._order(done.set)
     assert done.wait(60)

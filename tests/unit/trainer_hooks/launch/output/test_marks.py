@@ -1,4 +1,4 @@
-"""Lines of Everstep in a rank's stderr are found again, wherever reads cut them."""
+"""Lines of Everstep in a rank's stderr are recognised wherever reads divide them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How launchers without agents find each other, and prove that they know the job's secret."""
+"""Launchers without agents find each other, and prove that they know the job's secret."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ async def served(directory: Path) -> Any:
 
 
 def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, secret: bytes, *, ends: bool) -> str:
-    """What the watch of a node says whose secret is ``secret``; the first node's is ``s``."""
+    """Return the messages of a node's watch with this secret. The first node's secret is ``s``."""
     monkeypatch.setattr(job_rendezvous, "FIRST_PROBE_INTERVAL_S", 0.01)
     monkeypatch.setattr(job_rendezvous, "PROBE_INTERVAL_S", 0.01)
     monkeypatch.setattr(job_rendezvous, "CERTIFICATE_TIMEOUT_S", 0.05)

@@ -37,7 +37,7 @@ signal.pause()
 FAILING = "import sys; print('the disk is full'); sys.exit(3)"
 
 
-class Stage:
+class ServiceBench:
     """A service over stand-in programs, and a count of its starts."""
 
     def __init__(self, directory: Path) -> None:
@@ -58,19 +58,19 @@ class Stage:
 
 
 @pytest.fixture
-def stage(tmp_path: Path) -> Stage:
-    return Stage(tmp_path)
+def bench(tmp_path: Path) -> ServiceBench:
+    return ServiceBench(tmp_path)
 
 
-def played(stage: Stage, act: Callable[[int], Awaitable[None]]) -> None:
-    """Starts the service, lets ``act`` do something with its pid, ends it."""
+def run_service(bench: ServiceBench, act: Callable[[int], Awaitable[None]]) -> None:
+    """Start the service, call ``act`` with its pid, and end the service."""
 
     async def play() -> None:
         try:
-            await stage.service.start(stage.command)
-            await act(stage.pid())
+            await bench.service.start(bench.command)
+            await act(bench.pid())
         finally:
-            await stage.service.end()
+            await bench.service.end()
 
     asyncio.run(play())
 
@@ -82,45 +82,45 @@ async def eventually(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.01)
 
 
-def test_service_failing_to_start_shows_its_log_tail(stage: Stage) -> None:
-    stage.program = FAILING
+def test_service_failing_to_start_shows_its_log_tail(bench: ServiceBench) -> None:
+    bench.program = FAILING
 
     async def act(_: int) -> None:
         raise AssertionError("it cannot be ready")
 
     with pytest.raises(Unavailable, match=r"ended with status 3 while starting(.|\n)*the disk is full"):
-        played(stage, act)
+        run_service(bench, act)
 
 
-def has_restarted(stage: Stage, addresses: int, old: int) -> bool:
-    return len(stage.addresses_given) == addresses and stage.pid() not in (0, old)
+def has_restarted(bench: ServiceBench, addresses: int, old: int) -> bool:
+    return len(bench.addresses_given) == addresses and bench.pid() not in (0, old)
 
 
-async def kill_again_and_again(stage: Stage, pid: int, times: int, every_s: float) -> None:
+async def kill_again_and_again(bench: ServiceBench, pid: int, times: int, every_s: float) -> None:
     for count in range(times):
-        stage.clock.advance(every_s)
+        bench.clock.advance(every_s)
         os.kill(pid, signal.SIGKILL)
-        await eventually(partial(has_restarted, stage, count + 2, pid))
-        pid = stage.pid()
+        await eventually(partial(has_restarted, bench, count + 2, pid))
+        pid = bench.pid()
 
 
-def test_occasionally_dying_service_is_always_restarted(stage: Stage) -> None:
+def test_occasionally_dying_service_is_always_restarted(bench: ServiceBench) -> None:
     async def act(pid: int) -> None:
         await kill_again_and_again(
-            stage, pid, 2 * private_services.MAX_RESTARTS, every_s=private_services.RESTART_WINDOW_S / 4
+            bench, pid, 2 * private_services.MAX_RESTARTS, every_s=private_services.RESTART_WINDOW_S / 4
         )
 
-    played(stage, act)
+    run_service(bench, act)
 
 
-def test_full_disk_is_named_instead_of_an_empty_log(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    stage.program = FAILING
+def test_full_disk_is_named_instead_of_an_empty_log(bench: ServiceBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.program = FAILING
     full = os.statvfs_result((4096, 4096, 100, 0, 0, 10, 10, 10, 0, 255))
     monkeypatch.setattr(os, "statvfs", lambda _: full)
     with pytest.raises(
         Unavailable, match=r"status 3 while starting: the file system of \S+ is full; make room, or give"
     ):
-        asyncio.run(stage.service.start(stage.command))
+        asyncio.run(bench.service.start(bench.command))
 
 
 def test_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def services(short_path: Path, monkeypatch: pytest.MonkeyPatch) -> PrivateServices:
-    """The pair of services, played by stand-ins."""
+    """The pair of services, replaced by stand-in programs."""
 
     def controller(run_dir: Path, listen: str, network: ServiceNetwork) -> list[str]:
         return [sys.executable, "-c", READY, str(run_dir / "controller.json"), listen]
@@ -204,7 +204,7 @@ def test_segments_lie_where_the_flag_says(services: PrivateServices, short_path:
     assert list((short_path / "memory").iterdir()) == []
 
 
-class Left:
+class KilledLauncher:
     """The remains of a killed launcher of job ``j``: a run directory with its secrets, and slots in shared memory."""
 
     def __init__(self, short_path: Path, name: str = "run-left", job: str = "j") -> None:
@@ -218,7 +218,7 @@ class Left:
 
 
 def started_in(services: PrivateServices) -> Path:
-    """The run directory that the services were started in. They are ended again."""
+    """Start and end the services, and return their run directory."""
 
     async def play() -> Path:
         try:
@@ -230,7 +230,7 @@ def started_in(services: PrivateServices) -> Path:
 
 
 def test_leftovers_of_the_same_job_are_taken_over(services: PrivateServices, short_path: Path) -> None:
-    left = Left(short_path)
+    left = KilledLauncher(short_path)
 
     async def play() -> None:
         try:
@@ -248,7 +248,7 @@ def test_leftovers_of_the_same_job_are_taken_over(services: PrivateServices, sho
 def test_stubborn_service_of_an_earlier_launcher_is_killed(
     services: PrivateServices, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left = Left(short_path)
+    left = KilledLauncher(short_path)
     monkeypatch.setattr(private_services, "EXIT_WAIT_S", 0.2)
     stubborn = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()", str(left.run_dir)])
     stranger = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
@@ -269,7 +269,7 @@ def test_stubborn_service_of_an_earlier_launcher_is_killed(
 def test_taken_over_state_stays_if_services_fail_to_start(
     services: PrivateServices, short_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    left = Left(short_path)
+    left = KilledLauncher(short_path)
     monkeypatch.setattr(
         private_services, "controller_command", lambda run_dir, listen, network: [sys.executable, "-c", FAILING]
     )

@@ -1,4 +1,4 @@
-"""How torch's own saving functions call a VaultWriter: what each of them needs, and what is refused with the mend."""
+"""torch's own saving functions call a VaultWriter: what each of them needs, and refusals that say what to do."""
 
 from __future__ import annotations
 

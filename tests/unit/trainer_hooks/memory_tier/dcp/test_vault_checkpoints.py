@@ -35,8 +35,8 @@ class Fleet:
         self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def run(self, first: int, nodes: Sequence[str], *generations: Sequence[Order]) -> list[Any]:
-        """Generations from number ``first`` on, each on as many of the nodes as its layouts have ranks, all in the same
-        processes; what was gathered after each order."""
+        """Run generations from number ``first`` on in the same processes, each on as many of the nodes as its layouts
+        have ranks. Return the results gathered after each order."""
         alive = [vault for vault in self.nodes.values() if vault.process.poll() is None]
         self.vaults.configure(*alive, generation=first)
         parts = [

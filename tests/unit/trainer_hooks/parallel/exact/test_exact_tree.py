@@ -31,17 +31,17 @@ def all_nodes(node: TreeNode) -> set[TreeNode]:
     return {node} | all_nodes(left) | all_nodes(right)
 
 
-def words(left: str, right: str) -> str:
-    """An addition whose result shows its order."""
+def add_as_text(left: str, right: str) -> str:
+    """Return an addition whose result shows its order."""
     return f"({left}+{right})"
 
 
-def whole(node: TreeNode) -> str:
-    """The sum of a node, by recursion over its whole subtree."""
+def sum_by_recursion(node: TreeNode) -> str:
+    """Return the sum of a node, by recursion over its whole subtree."""
     if node[1] - node[0] == 1:
         return str(node[0])
     left, right = children(node)
-    return words(whole(left), whole(right))
+    return add_as_text(sum_by_recursion(left), sum_by_recursion(right))
 
 
 @given(counts)
@@ -55,11 +55,11 @@ def test_tree_has_each_leaf_once_and_minimal_depth(leaves: int) -> None:
 @given(st.data(), counts)
 def test_partial_sum_in_any_order_equals_its_cover(data: st.DataObject, leaves: int) -> None:
     chosen = data.draw(st.lists(st.integers(0, leaves - 1), unique=True))
-    growing: PartialSums[str] = PartialSums(leaves, words)
+    growing: PartialSums[str] = PartialSums(leaves, add_as_text)
     for n, leaf in enumerate(chosen, 1):
         growing.add((leaf, leaf + 1), str(leaf))
         assert tuple(node for node, _ in growing.parts) == minimal_cover(leaves, chosen[:n])
-    assert dict(growing.parts) == {node: whole(node) for node in minimal_cover(leaves, chosen)}
+    assert dict(growing.parts) == {node: sum_by_recursion(node) for node in minimal_cover(leaves, chosen)}
 
 
 @pytest.mark.promise("exact-mode")

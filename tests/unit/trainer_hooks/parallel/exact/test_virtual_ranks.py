@@ -1,4 +1,4 @@
-"""Exact mode: real ranks come and go, and every number is that of one process that computes everything."""
+"""Exact mode: real ranks join and leave, and every number equals that of one process that computes everything."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def numbers(row: Row) -> Row:
     return {key: row[key] for key in ("loss", "norm", "noise", "state")}
 
 
-def go_on(scene: NodeRanks, number: int, ranks: range) -> None:
-    """The next generation; returns when all of its ranks have made a step."""
+def begin_generation(scene: NodeRanks, number: int, ranks: range) -> None:
+    """Begin a generation, and wait until all of its ranks have made a step."""
     spec = JobSpec(job=JOB, replicas=1, nproc_per_node=len(ranks))
     scene.form_generation(number, *ranks, spec=spec, restore=RestoreRule())
     scene.wait_for_messages(Resumed, len(ranks), where=lambda m: m.generation == number)
@@ -65,14 +65,14 @@ def test_four_three_two_and_one_ranks_compute_the_same_bits(forks: ForkPool, tmp
             spec = JobSpec(job=JOB, replicas=1, nproc_per_node=4)
             scene.form_generation(1, 0, 1, 2, 3, spec=spec)
             scene.ranks.pop(3).wait()
-            go_on(scene, 2, range(3))
+            begin_generation(scene, 2, range(3))
             until(lambda: is_computed(together, 2, 15, ranks=3), "step 15")
-            go_on(scene, 3, range(2))
+            begin_generation(scene, 3, range(2))
             scene.ranks.pop(1).wait()
-            go_on(scene, 4, range(1))
+            begin_generation(scene, 4, range(1))
             scene.start(1, 3)
             until(lambda: is_computed(together, 4, 29, ranks=1), "step 29")
-            go_on(scene, 5, range(4))
+            begin_generation(scene, 5, range(4))
             scene.wait_for_messages(RankFinished, 4, where=lambda m: m.generation == 5)
             assert scene.finish() == [0, 0, 0, 0]
     rows = read_step_logs(together)
