@@ -1,4 +1,4 @@
-"""Every knob is documented, and contradictions are refused."""
+"""Every setting is documented, and contradictions are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The run object, and what it does where Everstep does not run the script."""
+"""The run object, and its behaviour in scripts that Everstep does not run."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_only_the_first_rank_of_a_kept_run_is_warned(caplog: pytest.LogCaptureFi
 
 
 def test_run_with_its_own_checkpoints_is_not_warned(caplog: pytest.LogCaptureFixture) -> None:
-    """``everstep_trainer.memory_tier.dcp`` keeps what it is given in the memory tier, without ``track``."""
+    """``everstep_trainer.memory_tier.dcp`` keeps its checkpoints in the memory tier, without ``track``."""
     tier: Any = SimpleNamespace(is_over=False)
     run = Run(RankContext(generation=1, tier=lambda: tier), TrainingSession())
     assert run.tier is not None

@@ -1,4 +1,4 @@
-"""The chain of audits: intervals from costs, the order of calls, and steps after which all work was checked."""
+"""The chain of audits: intervals from costs, the order of calls, and the steps after which all work was checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kind of a rank: the hardware and software that decide its bits."""
+"""The kind of a rank: the hardware and software that determine its bits."""
 
 from __future__ import annotations
 

@@ -34,8 +34,8 @@ def rank(program_forks: ForkPool) -> Iterator[LoneRank]:
         yield rank
 
 
-class Copied:
-    """A rank that stores two steps, both of them candidates; the copy of the second one may be tampered with."""
+class AuditedCopies:
+    """A rank that stores two steps, both of them candidates. A test may change the copy of the second one."""
 
     def __init__(self, rank: LoneRank, *, audit: bool = True) -> None:
         spec = generation(1)
@@ -61,7 +61,7 @@ class Copied:
         assert self.snapshots._last is not None
         assert self.snapshots._last.done.wait(60)
 
-    def restored(self) -> Version | None:
+    def restore(self) -> Version | None:
         self.snapshots.close(finish=True)
         spec = generation(2, restore=RestoreRule())
         again = nn.Sequential(nn.Linear(600, 500), nn.Linear(500, 1).to(torch.bfloat16))
@@ -70,7 +70,7 @@ class Copied:
 
 
 def tamper(monkeypatch: pytest.MonkeyPatch, with_sources: bool) -> None:
-    """Let each copy flip a bit of its result, or of the state itself."""
+    """Make each copy flip a bit of its result, or of the state itself if ``with_sources``."""
     run = HostMover.run
 
     def wrong(mover: HostMover, targets: Any, sources: Any, digests: Any, **more: Any) -> CopyResult:
@@ -84,31 +84,31 @@ def tamper(monkeypatch: pytest.MonkeyPatch, with_sources: bool) -> None:
 
 
 def test_right_copies_are_sealed(rank: LoneRank) -> None:
-    copied = Copied(rank)
+    copied = AuditedCopies(rank)
     for number in (1, 2):
         copied.step(number)
-    assert copied.restored() == Version(1, 2)
+    assert copied.restore() == Version(1, 2)
     assert not copied.reported
 
 
 def test_wrong_copy_is_reported_and_not_restored(rank: LoneRank, monkeypatch: pytest.MonkeyPatch) -> None:
-    copied = Copied(rank)
+    copied = AuditedCopies(rank)
     copied.step(1)
     tamper(monkeypatch, with_sources=False)
     copied.step(2)
     (found,) = copied.reported
     assert (found.audit, found.role, found.step) == (AuditKind.CHECKPOINT, AuditRole.OWNER, 2)
     assert found.original != found.digest
-    assert copied.restored() == Version(1, 1)
+    assert copied.restore() == Version(1, 1)
 
 
 def test_state_changed_during_its_copy_accuses_no_rank(rank: LoneRank, monkeypatch: pytest.MonkeyPatch) -> None:
-    copied = Copied(rank)
+    copied = AuditedCopies(rank)
     copied.step(1)
     tamper(monkeypatch, with_sources=True)
     copied.step(2)
     assert not copied.reported
-    assert copied.restored() == Version(1, 1)
+    assert copied.restore() == Version(1, 1)
 
 
 @pytest.mark.parametrize(

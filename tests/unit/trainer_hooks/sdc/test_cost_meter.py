@@ -1,4 +1,4 @@
-"""What an audit costs: work and waits, by the host's clock and by events of a GPU."""
+"""The cost of an audit: work and waits, by the host's clock and by events of a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from everstep_trainer.sdc.cost_meter import CostMeter, StepCost
 
 
 class _Event:
-    """An event that its stream reaches at a time of the test's choice."""
+    """An event that its stream reaches at a time that the test sets."""
 
     def __init__(self) -> None:
         self.at_ms: float | None = None

@@ -1,4 +1,4 @@
-"""One line of rank 0 says what no audit covers, once in a process."""
+"""Rank 0 logs once in a process what no audit covers."""
 
 from __future__ import annotations
 

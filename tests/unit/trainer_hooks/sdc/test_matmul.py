@@ -59,7 +59,7 @@ def linear_of(model: nn.Module, name: str) -> nn.Linear:
 
 @contextmanager
 def faulty(layer: nn.Linear, product: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Have one element of one product of a layer be wrong in each call."""
+    """Make one element of one product of a layer wrong in each call."""
     original: Callable[..., torch.Tensor] = functional.linear
 
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Audits of restores: a tensor that differs from the digest kept with its copy is not trained on."""
+"""Audits of restores: a tensor that differs from the digest stored with its copy is not used for training."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def built() -> nn.Sequential:
 
 
 def store(rank: LoneRank, *, audit: bool = True, gpu: bool = False) -> nn.Sequential:
-    """Two steps, both of them candidates; return the model of the second."""
+    """Store two steps, both of them candidates; return the model of the second."""
     spec, model = generation(1), built()
     tracked = move_to_gpu(model) if gpu else model
     snapshots = Snapshotter(
@@ -73,8 +73,8 @@ def store(rank: LoneRank, *, audit: bool = True, gpu: bool = False) -> nn.Sequen
     return model
 
 
-class Restored:
-    """A restore with audits, and what it found."""
+class AuditedRestore:
+    """A restore with audits, and its mismatches and findings."""
 
     def __init__(self, rank: LoneRank) -> None:
         spec = generation(2, restore=RestoreRule())
@@ -94,7 +94,7 @@ def flip(tensor: torch.Tensor) -> None:
 
 
 def flip_first_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the first copy from a slot change a bit of a live tensor."""
+    """Make the first copy from a slot change a bit of a live tensor."""
     read = SlotLoader._read_local
     flipped: list[str] = []
 
@@ -132,7 +132,7 @@ def test_slot_keeps_the_digests_of_its_tensors(rank: LoneRank, monkeypatch: pyte
 def test_tensor_restored_wrongly_once_is_restored_again(rank: LoneRank, monkeypatch: pytest.MonkeyPatch) -> None:
     model = store(rank)
     flip_first_read(monkeypatch)
-    found = Restored(rank)
+    found = AuditedRestore(rank)
     assert found.version == Version(1, 2)
     assert found.equals(model)
     (mismatch,) = found.mismatches
@@ -155,7 +155,7 @@ def test_tensor_that_stays_wrong_refuses_the_version(rank: LoneRank, monkeypatch
         return digest_at_places(tensors, places)
 
     monkeypatch.setattr(restore_audit, "digest_at_places", faulty)
-    found = Restored(rank)
+    found = AuditedRestore(rank)
     assert found.version == Version(1, 1)
     assert [mismatch.unit for mismatch in found.mismatches] == [
         "restore of version 1:2",
@@ -165,7 +165,7 @@ def test_tensor_that_stays_wrong_refuses_the_version(rank: LoneRank, monkeypatch
 
 
 def test_slot_with_other_bytes_accuses_no_rank(rank: LoneRank) -> None:
-    """Bytes that changed after they were compared, before they were hashed."""
+    """The bytes changed after they were compared, before they were hashed."""
     store(rank)
     view = rank.view()
     slot = rank.slot_of(Version(1, 2))
@@ -173,7 +173,7 @@ def test_slot_with_other_bytes_accuses_no_rank(rank: LoneRank) -> None:
     assert header is not None
     view.payload(slot)[decode_manifest(view.manifest(slot)).stored[0].offset + 40] ^= 4
     view._seal(slot, header, b"".join(view.compute_digests(slot, header)))
-    found = Restored(rank)
+    found = AuditedRestore(rank)
     assert found.version == Version(1, 1)
     assert not found.mismatches
     (finding,) = (report.finding for report in found.findings)

@@ -1,4 +1,4 @@
-"""Audits of memory: every changed bit is found, and what the program writes is not reported."""
+"""Audits of memory: every changed bit is found, and writes of the program are not reported."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Loop:
 
 
 def corrupt(tensor: torch.Tensor) -> None:
-    """Change a bit past torch's count of writes, as broken memory does."""
+    """Change a bit without torch's count of writes, as broken memory does."""
     tensor.detach().numpy().reshape(-1).view("uint8")[0] ^= 1
 
 

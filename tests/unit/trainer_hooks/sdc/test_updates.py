@@ -165,7 +165,7 @@ def test_closures_switch_the_audit_off() -> None:
 
 
 class Unrepeatable(optim.SGD):
-    """Makes other updates than its formula says."""
+    """An optimizer whose updates differ from its formula."""
 
     calls = 0
 
@@ -187,7 +187,7 @@ def test_unrepeatable_updates_are_not_reported(monkeypatch: pytest.MonkeyPatch) 
 
 
 class OddAtEnds(optim.SGD):
-    """Updates the last elements of a tensor otherwise, as a kernel with a scalar remainder may."""
+    """An optimizer that updates the last elements of a tensor otherwise, as a kernel with a scalar remainder may."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]  # without a closure

@@ -101,7 +101,7 @@ def test_compilations_are_counted_in_seconds() -> None:
 
 
 def compile_a_step(run: Run) -> None:
-    """Each step computes what was compiled in the first of its generation."""
+    """Make each step compute a function that was compiled in the first step of its generation."""
     torch.compiler.reset()
     model = torch.compile(torch.nn.Linear(2, 2), backend="eager")
     for _ in run.steps(until=training_functions.STEPS):

@@ -1,4 +1,4 @@
-"""Losses that are NaN or jump: no update, back to a version that was kept, with the batch or without."""
+"""Losses that are NaN or jump: no update, and a return to an earlier version, with or without the batch."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_persistently_bad_batch_is_skipped_without_trace(tmp_path: Path, back: i
 
 
 def applied_steps(rows: list[dict[str, Any]]) -> list[int]:
-    """The data steps whose updates stand in the end: who goes back undoes what he did since."""
+    """Return the data steps whose updates are in the final state, without those that a rollback undid."""
     applied: list[int] = []
     for row in rows:
         if row["allowed"]:
@@ -117,8 +117,8 @@ def reference(folder: Path, data_steps: list[int]) -> str:
     ("back", "every", "step"), [(1, 10, 1), (2, 1, 2), (1, 1, 10), (3, 20, 15), (1, 10, 20), (2, 1, 1)]
 )
 def test_bad_update_under_a_good_loss_is_rolled_back(tmp_path: Path, back: int, every: int, step: int) -> None:
-    """A gradient that is NaN shows in the next loss: what was kept in between is as bad, and the first steps of a
-    generation have nothing but what it began with."""
+    """A NaN gradient shows in the next loss only. Copies made in between are as bad, and the first steps of a
+    generation have no copy but its first state."""
     once = BadData([step], NAN, times=1)
     rows = alone(tmp_path / "bad", gradients=once, policy="replay", rollback_copies=back, copy_every=every)
     assert [row["data_step"] for row in rows if not row["allowed"]] == [step + 1]
@@ -225,7 +225,7 @@ def test_refused_loss_is_an_event_without_blame() -> None:
 @pytest.mark.promise("guard-rollback")
 @pytest.mark.slow
 def test_ranks_roll_back_together_despite_a_killed_rank(forks: ForkPool, tmp_path: Path) -> None:
-    """The kill is in the fifth step after the refusal: what the guard knows is restored with everything else."""
+    """The kill is in the fifth step after the refusal. The guard's knowledge is restored with all other state."""
     train = partial(guarded_training.train_on, folder=str(tmp_path), faults=(Fault(1, 28, "reduced"),))
     with vaults(forks) as fleet:
         vault = fleet.start("n1")

@@ -1,4 +1,4 @@
-"""The choice of the version to restore: the newest complete one that the rule allows, or a sentence without one."""
+"""The choice of the version to restore: the newest complete one that the rule allows, or an error with its reason."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ SIZE, AT = 16 << 10, 64 << 10
 
 
 def payload(rank: int) -> bytes:
-    """Four tensors of fp32, each of a number of its own, and no Python state."""
+    """Return four tensors of fp32, each filled with a number of its own, and no Python state."""
     parts = [np.full(SIZE // 4, 10 * rank + index, np.float32).tobytes() for index in range(4)]
     return b"".join(part.ljust(AT, b"\0") for part in parts) + bytes(BLOB_LENGTH_BYTES)
 
@@ -70,16 +70,16 @@ def test_parameters_are_fetched_before_moments(monkeypatch: pytest.MonkeyPatch) 
     assert [float(target.local[0]) for target in targets] == [21.0, 20.0, 31.0, 30.0]
 
 
-def breaks(channel: VaultChannel, get: Get, payload: bytes) -> None:
+def close_connection(channel: VaultChannel, get: Get, payload: bytes) -> None:
     channel.close()
 
 
-def lies(channel: VaultChannel, get: Get, payload: bytes) -> None:
+def send_zeros(channel: VaultChannel, get: Get, payload: bytes) -> None:
     serve(channel, bytes(len(requested_bytes(get, payload))), bytes(DIGEST_BYTES * len(get.ranges)))
 
 
 @pytest.mark.promise("restored-is-whole")
-@pytest.mark.parametrize("wrong", [breaks, lies])
+@pytest.mark.parametrize("wrong", [close_connection, send_zeros])
 def test_missing_bytes_are_fetched_from_the_next_holder(wrong: Behaviour, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(byte_moves, "BATCH_BYTES", AT)
     monkeypatch.setattr(remote_slots, "STREAM_COUNT", 1)

@@ -1,4 +1,4 @@
-"""Restore data from other nodes, with a thread as vault that writes the requested ranges when it is released."""
+"""Restore data from other nodes, with a stub of a vault that writes requested ranges when the test releases it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def payload_of(rank: int, size: int = 40 * BATCH) -> bytes:
 
 
 class Peer:
-    """A vault that answers at once, or as ``answer`` says."""
+    """A stub of a vault that answers at once, or as ``answer`` decides."""
 
     def __init__(self, answer: Callable[[dict[str, Any]], EverstepError | None] = lambda _: None) -> None:
         self.answer = answer

@@ -1,4 +1,4 @@
-"""Restore streams: received bytes land in their tensors, and count only with the right digest."""
+"""Restore streams: received bytes are written into their tensors, and count only with the right digest."""
 
 from __future__ import annotations
 
@@ -109,21 +109,21 @@ def no_digests(channel: VaultChannel, get: Get, payload: bytes) -> None:
     serve(channel, requested_bytes(get, payload), b"")
 
 
-def dies(channel: VaultChannel, get: Get, payload: bytes) -> None:
+def close_halfway(channel: VaultChannel, get: Get, payload: bytes) -> None:
     data = requested_bytes(get, payload)
     channel.send(Data(bytes=len(data)))
     channel.send_bulk([memoryview(data)[: len(data) // 2]])
     channel.close()
 
 
-def announces(more: int) -> Behaviour:
+def announce_wrong_size(more: int) -> Behaviour:
     def act(channel: VaultChannel, get: Get, payload: bytes) -> None:
         channel.send(Data(bytes=len(requested_bytes(get, payload)) + more))
 
     return act
 
 
-def refuses_on_the_way(channel: VaultChannel, get: Get, payload: bytes) -> None:
+def refuse_while_sending(channel: VaultChannel, get: Get, payload: bytes) -> None:
     data = requested_bytes(get, payload)
     channel.send(Data(bytes=len(data)))
     channel.send_bulk([memoryview(data)])
@@ -131,7 +131,7 @@ def refuses_on_the_way(channel: VaultChannel, get: Get, payload: bytes) -> None:
     channel.send(refused_from_error(DigestMismatch("chunk 3 is rotten")))
 
 
-def contradicts_itself(channel: VaultChannel, get: Get, payload: bytes) -> None:
+def refuse_piece_but_end(channel: VaultChannel, get: Get, payload: bytes) -> None:
     data = requested_bytes(get, payload)
     channel.send(Data(bytes=len(data)))
     channel.send_bulk([memoryview(data)])
@@ -142,11 +142,11 @@ def contradicts_itself(channel: VaultChannel, get: Get, payload: bytes) -> None:
 FAILURES = {
     "wrong digest": (wrong_digest, True, "have the wrong digest"),
     "no digests": (no_digests, True, "have the wrong digest"),
-    "dies": (dies, False, "closed the connection"),
-    "announces more": (announces(1), False, "instead of the requested"),
-    "announces less": (announces(-1), False, "instead of the requested"),
-    "rotten on the way": (refuses_on_the_way, True, "rotten"),
-    "contradicts itself": (contradicts_itself, False, "sent contradictory status"),
+    "close_halfway": (close_halfway, False, "closed the connection"),
+    "announces more": (announce_wrong_size(1), False, "instead of the requested"),
+    "announces less": (announce_wrong_size(-1), False, "instead of the requested"),
+    "rotten on the way": (refuse_while_sending, True, "rotten"),
+    "contradicts itself": (refuse_piece_but_end, False, "sent contradictory status"),
     "not there": (refuse(NotFound("no such version")), False, "no such version"),
     "does not understand": (refuse(MalformedMessage("unknown request")), False, "unknown request"),
 }
@@ -168,12 +168,12 @@ def test_failed_transfer_fails_only_its_slot(case_name: str) -> None:
         assert [batch.slot.node for batch in streams.landed] == ["n2", "n3", "n3", "n3", "n3"]
         doubted = isinstance(failure, BadTransfer)
         assert sum(node == "n2" for node, _ in vault.requests) == 2 + doubted
-        assert vault.broken == ([("n2", failure.reason)] if case_name == "dies" else [])
+        assert vault.broken == ([("n2", failure.reason)] if case_name == "close_halfway" else [])
     assert bytes_of(targets) == [PAYLOAD[: 4 * BATCH]]
     assert lost[0][:BATCH].numpy().tobytes() == PAYLOAD[:BATCH]
 
 
-def hangs_up(channel: VaultChannel, get: Get, payload: bytes) -> None:
+def close_at_once(channel: VaultChannel, get: Get, payload: bytes) -> None:
     channel.close()
 
 
@@ -183,9 +183,9 @@ RECHECKS: dict[str, tuple[list[Behaviour], bool, bool]] = {
     "is right at the holder": ([wrong_digest, serve_like_a_vault], True, True),
     "comes wrong again": ([wrong_digest, wrong_digest], True, True),
     "is refused as malformed": ([wrong_digest, refuse(MalformedMessage("unknown request"))], True, True),
-    "does not come again": ([wrong_digest, hangs_up], True, True),
+    "does not come again": ([wrong_digest, close_at_once], True, True),
     "is wrong at the holder": ([wrong_digest, refuse(ROTTEN)], False, True),
-    "is found wrong while sent": ([wrong_digest, refuses_on_the_way], False, True),
+    "is found wrong while sent": ([wrong_digest, refuse_while_sending], False, True),
     "is overwritten": ([wrong_digest, refuse(GONE)], False, False),
 }
 

@@ -1,4 +1,4 @@
-"""One pass over a slot: what is copied is what was there, and a chunk that is not what was sealed fails it."""
+"""One pass over a slot copies its bytes, and fails at a chunk that differs from the sealed one."""
 
 from __future__ import annotations
 

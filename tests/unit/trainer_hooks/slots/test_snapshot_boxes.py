@@ -1,4 +1,4 @@
-"""Box arithmetic and resharding, against arrays that are filled the dumb way."""
+"""Box arithmetic and resharding, compared with arrays that are filled element by element."""
 
 from __future__ import annotations
 

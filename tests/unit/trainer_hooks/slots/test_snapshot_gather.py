@@ -32,7 +32,7 @@ pieces = st.tuples(
 
 @contextmanager
 def mapped(nbytes: int) -> Iterator[torch.Tensor]:
-    """A payload that begins behind foreign bytes, as in a segment."""
+    """Return a payload that begins behind foreign bytes, as in a segment."""
     descriptor = os.memfd_create("everstep-test")
     try:
         os.ftruncate(descriptor, mmap.PAGESIZE + nbytes)
@@ -43,7 +43,7 @@ def mapped(nbytes: int) -> Iterator[torch.Tensor]:
         os.close(descriptor)
 
 
-def made(count: int, dtype: torch.dtype, form: str) -> torch.Tensor:
+def make_tensor(count: int, dtype: torch.dtype, form: str) -> torch.Tensor:
     raw = torch.randint(0, 2, (2 * count,), dtype=torch.uint8).to(dtype)
     if form == "scalar":
         return torch.ones((), dtype=dtype)
@@ -96,10 +96,10 @@ KINDS = [Plain, pytest.param(Hashing, marks=pytest.mark.skipif(copy_hash is None
 def test_every_byte_of_each_piece_arrives_and_no_other(
     kind: type[Plain | Hashing], drawn: list[tuple[int, torch.dtype, str, int]]
 ) -> None:
-    """`others` lines between two pieces belong to other state, such as the Python state."""
+    """``others`` lines between two pieces belong to other state, such as the Python state."""
     sources, starts, at = [], [], 0
     for count, dtype, form, others in drawn:
-        source = made(count, dtype, form)
+        source = make_tensor(count, dtype, form)
         at += others * ALIGN
         starts.append(at)
         sources.append(source)

@@ -135,7 +135,7 @@ def test_manifest_orders_exclusive_bytes_first_without_overlap() -> None:
 
 
 def stages() -> list[Layout]:
-    """Two stages of a pipeline on two ranks each. First and last layer are tied; statistics are each rank's."""
+    """Return two stages of a pipeline on two ranks each. First and last layer are tied; statistics differ by rank."""
 
     def own(name: str, rank: int) -> TensorPart:
         return part(name, (4, 3), Box((rank, 0), (1, 3)), sharing=Sharing.PER_RANK)
@@ -200,25 +200,25 @@ def test_tensor_name_conflict_between_ranks_is_refused() -> None:
         build_manifest(0, layouts, shares[0], 0)
 
 
-class AloneInTheStore:
-    """An exchange in which every node says what this one does."""
+class MirroredExchange:
+    """An exchange in which every node sends the same as this one."""
 
     def __init__(self) -> None:
-        self._said = b""
+        self._body = b""
 
     def put(self, _key: str, body: bytes) -> None:
-        self._said = body
+        self._body = body
 
     def get(self, keys: list[str], timeout_s: float) -> list[bytes]:
-        return [self._said] * len(keys)
+        return [self._body] * len(keys)
 
 
-class Asked(Exception):
-    """How many bytes a slot was asked for."""
+class SegmentRequested(Exception):
+    """Raised with the size of the requested slots."""
 
 
 def test_slot_has_room_for_the_share_after_a_loss() -> None:
-    class Layouts(AloneInTheStore):
+    class Layouts(MirroredExchange):
         def layouts(self, mine: Layout, since: int, _timeout_s: float) -> LayoutRound:
             return LayoutRound(0, [mine] * 2, since)
 
@@ -227,14 +227,14 @@ def test_slot_has_room_for_the_share_after_a_loss() -> None:
             foreseen.extend(asked.needs)
 
         def open_segment(self, _job: str, _local_rank: int, slot_bytes: int, slots: int, _keep: object) -> None:
-            raise Asked(slot_bytes, slots)
+            raise SegmentRequested(slot_bytes, slots)
 
     foreseen: list[SegmentRequirement] = []
     (layout, _) = replicated([1 << 16] * 4, 2)
     whole = sum(part.nbytes for part in layout.parts)
     spec = generation(1, ranks=[("n1", 0), ("n2", 0)])
     planner = SnapshotPlanner(Vault(), spec, spec.roster[0], Layouts(), 1.0)  # type: ignore[arg-type]
-    with pytest.raises(Asked) as asked:
+    with pytest.raises(SegmentRequested) as asked:
         planner.plan(layout, 0, 0)
     assert whole < asked.value.args[0] < 1.05 * whole
     assert [(need.replica, need.number) for need in foreseen] == [(False, 0)]
@@ -243,7 +243,7 @@ def test_slot_has_room_for_the_share_after_a_loss() -> None:
 
 @pytest.mark.parametrize("nodes", [["n1", "n2"], ["n1", "n1"]])
 def test_job_short_of_memory_gets_two_slots_of_its_share(nodes: list[str]) -> None:
-    class Layouts(AloneInTheStore):
+    class Layouts(MirroredExchange):
         def layouts(self, mine: Layout, since: int, _timeout_s: float) -> LayoutRound:
             return LayoutRound(0, [mine] * 2, since)
 
@@ -252,13 +252,13 @@ def test_job_short_of_memory_gets_two_slots_of_its_share(nodes: list[str]) -> No
             foreseen.extend(asked.needs)
 
         def open_segment(self, _job: str, _local_rank: int, slot_bytes: int, slots: int, _keep: object) -> None:
-            raise Asked(slot_bytes, slots)
+            raise SegmentRequested(slot_bytes, slots)
 
     foreseen: list[SegmentRequirement] = []
     layouts = replicated([1 << 16] * 4, 2)
     spec = generation(1, ranks=[(node, nodes[:rank].count(node)) for rank, node in enumerate(nodes)])
     planner = SnapshotPlanner(Vault(), spec, spec.roster[0], Layouts(), 1.0, SnapshotOptions(slots=2))  # type: ignore[arg-type]
-    with pytest.raises(Asked) as asked:
+    with pytest.raises(SegmentRequested) as asked:
         planner.plan(layouts[0], 0, 0)
     share = divide_state(layouts, nodes, spec.spec.replicas, spec.replica_nodes)[0]
     manifest = build_manifest(0, layouts, share, MIN_BLOB_BYTES)
@@ -275,20 +275,20 @@ def test_job_short_of_memory_gets_two_slots_of_its_share(nodes: list[str]) -> No
 def test_vault_memory_forecast_includes_slots_and_copies() -> None:
     """Shards on two nodes of two ranks each, each node the home of the other's copies; two slots more for parity."""
 
-    class Layouts(AloneInTheStore):
+    class Layouts(MirroredExchange):
         def layouts(self, _mine: Layout, since: int, _timeout_s: float) -> LayoutRound:
             return LayoutRound(0, layouts, since)
 
     class Vault:
         def check_room(self, asked: CheckCapacity) -> None:
-            raise Asked(asked.needs)
+            raise SegmentRequested(asked.needs)
 
     layouts = sharded(1 << 16, 4)
     job = JobSpec(job=JOB, max_nodes=2, nproc_per_node=2, parity_group_size=2)
     spec = generation(1, ranks=[("n1", 0), ("n1", 1), ("n2", 0), ("n2", 1)], spec=job)
     spec = msgspec.structs.replace(spec, replica_nodes={"n1": ("n2",), "n2": ("n1",)})
     planner = SnapshotPlanner(Vault(), spec, spec.roster[2], Layouts(), 1.0)  # type: ignore[arg-type]
-    with pytest.raises(Asked) as asked:
+    with pytest.raises(SegmentRequested) as asked:
         planner.plan(layouts[2], 0, 0)
     (needs,) = asked.value.args
     assert [(need.replica, need.number) for need in needs] == [(False, 0), (False, 1), (True, 0), (True, 1)]

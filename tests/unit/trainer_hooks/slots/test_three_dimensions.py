@@ -1,4 +1,4 @@
-"""Meshes of 2 x 2 x 2: what eight ranks store, and what others read of it, planned for each of them in one process.
+"""Meshes of 2 x 2 x 2: the shares that eight ranks store and that other layouts read, planned in one process.
 
 Planning is a function of layouts alone, so that no rank has to be there: torch's fake process group makes this process
 one rank after another. The oracle has every element from every rank that holds it.
@@ -117,7 +117,7 @@ def store(layout: Layout) -> tuple[dict[str, np.ndarray], Slots, list[RankShare]
 
 
 def load(layout: Layout, slots: Slots) -> dict[str, np.ndarray]:
-    """Return the arrays that ranks of another layout restore. Each rank reads what it needs, and nothing twice."""
+    """Return the arrays that ranks of another layout restore. Each rank reads its part, and nothing twice."""
     manifests = [manifest for manifest, _ in slots]
     pieces: list[Piece] = []
     for rank in range(layout.world):

@@ -1,4 +1,4 @@
-"""Optimizer state in plain tensors that differs between ranks: found before a version counts, and kept per rank."""
+"""Optimizer state in plain tensors that differs between ranks is found before a version counts, and stored per rank."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ JOB_SPEC = JobSpec(job=JOB, nproc_per_node=WORLD)
 SEATS = [("n1", 0), ("n1", 1)]
 
 
-def found(*ranks: tuple[int, dict[str, str]]) -> list[frozenset[str]]:
-    """Return what each rank finds, given the steps and digests of all."""
+def compare_on_all(*ranks: tuple[int, dict[str, str]]) -> list[frozenset[str]]:
+    """Return the differences that each rank finds, given the steps and digests of all."""
     store = HashStore()
     parts = [
         MomentComparison(store, rank, len(ranks), SYSTEM_CLOCK, threading.Event(), bool, {})
@@ -43,13 +43,13 @@ def found(*ranks: tuple[int, dict[str, str]]) -> list[frozenset[str]]:
 
 
 def test_all_ranks_find_the_same_differences() -> None:
-    assert found((1, {"a": "1", "b": "2"}), (1, {"a": "1", "b": "3"}), (1, {"a": "1"})) == [frozenset("b")] * 3
-    assert found((1, {"a": "1"}), (1, {"b": "2"})) == [frozenset()] * 2
-    assert found((1, {"a": "1"}), (1, {"a": "1"})) == [frozenset()] * 2
+    assert compare_on_all((1, {"a": "1", "b": "2"}), (1, {"a": "1", "b": "3"}), (1, {"a": "1"})) == [frozenset("b")] * 3
+    assert compare_on_all((1, {"a": "1"}), (1, {"b": "2"})) == [frozenset()] * 2
+    assert compare_on_all((1, {"a": "1"}), (1, {"a": "1"})) == [frozenset()] * 2
 
 
 def test_different_steps_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert found((1, {"a": "1"}), (2, {"a": "2"})) == [frozenset()] * 2
+    assert compare_on_all((1, {"a": "1"}), (2, {"a": "2"})) == [frozenset()] * 2
     monkeypatch.setattr(module, "WAIT_S", 0.01)
     alone = MomentComparison(HashStore(), 0, 2, SYSTEM_CLOCK, threading.Event(), bool, {})
     assert alone.is_due(0)
@@ -58,7 +58,7 @@ def test_different_steps_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 class Rank:
-    """A replica whose optimizer divides updates by hand, if ``own``: the momentum is this rank's."""
+    """A replica whose optimizer divides updates by hand. If ``own``, the momentum differs from the other rank's."""
 
     def __init__(self, rank: int, *, own: bool = True) -> None:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Survivors store the last finished step from their live state, whichever shares were copied when ranks died."""
+"""Survivors store the last finished step from their live state, however much of it was copied when ranks died."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ COPIES = ("nothing", "filling", "copied")
 
 
 class LocksOfThreads(StoringLocks):
-    """Locks between the ranks of one process, each with an object of its own."""
+    """Locks between ranks that are threads of one process."""
 
     holders: ClassVar[dict[int, LocksOfThreads | None]] = {}
 
@@ -126,8 +126,8 @@ def node(program_forks: ForkPool, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
             client.close()
 
 
-def copy_no_further(snapshots: Snapshotter, copy: str) -> None:
-    """Let the rank's next copy end where ``copy`` says."""
+def stop_copy_at(snapshots: Snapshotter, copy: str) -> None:
+    """Make the rank's next copy end at ``copy``."""
 
     def fill(job: SnapshotJob, planned: ActivePlan) -> None:
         if copy == "filling":
@@ -153,7 +153,7 @@ def test_finished_step_survives_any_copies_and_deaths(
     ranks = [Rank() for _ in range(WORLD)]
     made = node.train(ranks, number, SnapshotOptions(interval=1 if is_due else 8))
     for snapshots, copy in zip(made, copies, strict=True):
-        copy_no_further(snapshots, copy)
+        stop_copy_at(snapshots, copy)
         snapshots.begin(2)
         if snapshots._last is not None:
             assert snapshots._last.copied.wait(60)
@@ -221,7 +221,7 @@ def test_failure_to_store_for_a_dead_rank_is_logged(
 
 
 def hold_and_fork(folder: str) -> None:
-    """Hold the lock of local rank 1, and leave a child behind as data loaders are."""
+    """Hold the lock of local rank 1, and leave a child process as data loaders do."""
     StoringLocks(Path(folder), 5).hold(1)
     if os.fork() == 0:
         Path(folder, "child").write_text(str(os.getpid()))
@@ -256,7 +256,7 @@ def test_lock_of_a_dead_rank_is_free_despite_its_children(
 
 
 def stat(state: str, flags: int, start: int) -> str:
-    """A line of /proc/PID/stat."""
+    """Return a line of /proc/PID/stat."""
     return f"7 (a) b) {state} " + " ".join(["0"] * 5 + [str(flags)] + ["0"] * 12 + [str(start), "0"])
 
 

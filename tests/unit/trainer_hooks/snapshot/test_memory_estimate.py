@@ -1,4 +1,4 @@
-"""The memory that a job's checkpoints need on a node is known early, and a shortage is reported at once."""
+"""The memory that a job's checkpoints need on a node is estimated early, and a shortage is reported at once."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def fleet(program_forks: ForkPool) -> Iterator[Vaults]:
 
 
 class Ranks:
-    """Two ranks of one node, which hold a megabyte alike and so store half of it each, in five slots."""
+    """Two ranks of one node with equal state of one MiB, of which each stores half, in five slots."""
 
     def __init__(self, fleet: Vaults, limit: int, choices: SnapshotOptions, optimizer: bool = False) -> None:
         vault = fleet.start("n1", "--scrub-interval-s", "0", "--memory-limit", str(limit))
@@ -99,7 +99,7 @@ def ranks(fleet: Vaults) -> Iterator[Make]:
 
 @pytest.mark.promise("memory-fits")
 def test_node_short_of_memory_reports_the_sum_at_once(ranks: Make, caplog: pytest.LogCaptureFixture) -> None:
-    """Five slots of half a megabyte and a bit for each of two ranks, under a limit of four."""
+    """Each of two ranks needs five slots of a little more than half a MiB; the limit has room for four."""
     with caplog.at_level(logging.WARNING):
         two = ranks(4 * STATE, slots=5)
         two.planned()
@@ -120,7 +120,7 @@ def has_steps(view: SegmentView, steps: set[int]) -> bool:
 
 @pytest.mark.promise("memory-fits")
 def test_job_short_of_memory_falls_back_to_two_slots(ranks: Make, caplog: pytest.LogCaptureFixture) -> None:
-    """Once the optimizers have their state, half of three megabytes for each rank: five slots of that were too many."""
+    """With the optimizers' state, each rank stores half of three MiB: too much for five slots."""
     with caplog.at_level(logging.INFO):
         two = ranks(9 * STATE, optimizer=True)
         for number in range(1, 6):

@@ -1,4 +1,4 @@
-"""How many slots ranks have is what every node has room for, and the same on all."""
+"""The number of slots per rank is the largest for which every node has room, and equal on all."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SPEC = generation(1, ranks=[("n1", 0), ("n2", 0), ("n3", 0)])
 
 
 class Node:
-    """One rank's quartermaster on a node that has room for what is no better than ``best``."""
+    """The slot negotiation of one rank, on a node that has room for at most the provision ``best``."""
 
     def __init__(
         self, rank: int, store: dict[str, bytes], best: SlotProvision | None, choices: SnapshotOptions
@@ -31,7 +31,7 @@ class Node:
         self.asked: list[tuple[SlotProvision, bool]] = []
         member = SPEC.roster[rank]
         self.name = member.node
-        self.quartermaster = SlotNegotiation(
+        self.negotiation = SlotNegotiation(
             SPEC, member, choices, store.__setitem__, lambda keys: [store[key] for key in keys]
         )
 
@@ -47,10 +47,10 @@ def agree(choices: SnapshotOptions, *best: SlotProvision | None) -> list[AgreedP
     nodes = [Node(rank, store, each, choices) for rank, each in enumerate(best)]
     for node in nodes:  # what is said first stands: the second time everything is there
         with pytest.raises(KeyError) if node is not nodes[-1] else _nothing():
-            node.quartermaster.agree("start", node.ask)
+            node.negotiation.agree("start", node.ask)
     for node in nodes:
         node.best = SPARE
-    return [node.quartermaster.agree("start", node.ask) for node in nodes]
+    return [node.negotiation.agree("start", node.ask) for node in nodes]
 
 
 @pytest.mark.promise("memory-fits")

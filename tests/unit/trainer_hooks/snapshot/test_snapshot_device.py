@@ -1,4 +1,4 @@
-"""Where a snapshot acts when state lies on a GPU: on a runtime that is pretended, and a real vault."""
+"""Snapshots of state on a GPU: with a stand-in for the CUDA runtime, and a real vault."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_slots_are_page_locked_before_any_copy(cuda: SimulatedCuda, client: Vaul
 def test_copier_acts_on_the_gpu_of_its_rank(
     cuda: SimulatedCuda, client: VaultClient, monkeypatch: pytest.MonkeyPatch, lies_on_gpu: bool
 ) -> None:
-    """The GPU that a thread acts on is its own: memory near it and what is locked for it go by that."""
+    """Each thread has a current GPU. Nearby memory and page-locked memory depend on it."""
     near: list[int] = []
 
     def numa_node() -> int | None:
@@ -209,14 +209,14 @@ class Statistics:
 
 
 def scaler_on(scale: torch.Tensor, tracker: torch.Tensor) -> torch.amp.GradScaler:
-    """As it is once it has scaled a loss there."""
+    """Return a scaler as it is after it has scaled a loss on that device."""
     scaler = torch.amp.GradScaler("cpu", growth_interval=3)
     scaler._scale, scaler._growth_tracker = scale, tracker
     return scaler
 
 
 def test_python_state_on_a_gpu_is_taken_without_waiting(cuda: SimulatedCuda, client: VaultClient) -> None:
-    """What the GPU still has to do comes before the copy, what is enqueued later after it."""
+    """Work enqueued before the copy is included in it, and later work is not."""
     model = move_to_gpu(nn.Linear(8, 8))
     scale, tracker, seen = (on_gpu(torch.tensor(n)) for n in (1.0, 0, 0))
     scaler = scaler_on(scale, tracker.to(torch.int32))

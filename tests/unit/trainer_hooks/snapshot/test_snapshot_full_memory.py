@@ -1,4 +1,4 @@
-"""Where memory for slots is short: training goes on, says so with the arithmetic, and what was stored before stands."""
+"""If memory for slots is short, training continues, the log shows the arithmetic, and stored versions are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPU's way: page-locked slots, a stream of its own, and an event before the next update."""
+"""Snapshots from a GPU: page-locked slots, a stream of their own, and an event before the next update."""
 
 from __future__ import annotations
 

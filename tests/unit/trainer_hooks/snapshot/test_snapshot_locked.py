@@ -1,4 +1,4 @@
-"""Registering slot memory with CUDA, and giving it back: with a CUDA runtime that only writes down what it is asked."""
+"""Slot memory is registered with CUDA and released, with a CUDA runtime that only records its calls."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 
 
 class Runtime:
-    """cudaHostRegister and cudaHostUnregister; ``code`` is what the next registration answers."""
+    """A runtime with cudaHostRegister and cudaHostUnregister. ``code``: the result of the next registration."""
 
     def __init__(self) -> None:
         self.code = 0

@@ -1,4 +1,4 @@
-"""How many steps apart snapshots are: enough, no more, and the same on all ranks at every step."""
+"""The number of steps between snapshots: as small as the budget allows, and equal on all ranks at every step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Lockstep:
         self.last: list[int | None] = [None] * world
 
     def step(self, step: int, order: list[int], blocked_s: list[float], copiers: list[bool], step_s: float) -> None:
-        """All ranks finish ``step``. ``copiers``: who is done with the snapshot before the next rank goes on."""
+        """Finish ``step`` on all ranks. ``copiers``: ranks whose snapshot ends before the next rank continues."""
         due = [self.rank(rank, step, blocked_s[rank], copiers[rank], step_s) for rank in order]
         assert len(set(due)) == 1, f"ranks differ about step {step}"
 
@@ -58,7 +58,7 @@ class Lockstep:
             self.paces[rank].agree(last)
 
     def run(self, first: int, last: int, blocked_s: list[float], step_s: float = 1.0) -> list[int]:
-        """Plain steps; which of them were stored."""
+        """Run plain steps; return those that were stored."""
         ranks = list(range(len(self.paces)))
         for step in range(first, last):
             self.step(step, ranks, blocked_s, [True] * len(ranks), step_s)

@@ -1,4 +1,4 @@
-"""Ranks whose tracked tensors change at different steps: all plan anew, and their versions are whole again."""
+"""Ranks whose tracked tensors change at different steps: all make a new plan, and their versions are whole again."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DEADLINE_S = 60.0
 
 
 class Model(nn.Module):
-    """With a buffer that training changes, and an expert that it trains, each from some step on."""
+    """A model with a buffer that training changes from some step on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Pair:
         return {"model": model, f"expert{number}": expert, "optimizer": optimizer}
 
     def train(self) -> None:
-        """Until both have stored a step after the last change."""
+        """Train until both ranks have stored a step after the last change."""
         spec, store = generation(1, ranks=WORLD), HashStore()
 
         def run(number: int) -> None:
@@ -174,16 +174,16 @@ def layout(size: int) -> Layout:
 
 
 class Ranks:
-    """Exchanges over one store, which counts what is asked of it."""
+    """Layout exchanges of several ranks over one store, which counts its checks."""
 
     def __init__(self, world: int) -> None:
-        self.asked = 0
+        self.checks = 0
         self.store = HashStore()
         self.stop = threading.Event()
         self.each = [LayoutExchange(self, rank, world, SYSTEM_CLOCK, self.stop) for rank in range(world)]  # type: ignore[arg-type]
 
     def check(self, keys: list[str]) -> bool:
-        self.asked += 1
+        self.checks += 1
         return self.store.check(keys)
 
     def set(self, key: str, value: Any) -> None:
@@ -236,13 +236,13 @@ def test_store_is_polled_rarely_and_not_during_commits(
     monkeypatch.setattr(layout_exchange, "ROUND_CHECK_S", 3600.0)
     ranks, first, second = Ranks(2), layout(1), layout(2)
     ranks.exchange((first, 0), (first, 0))
-    before = ranks.asked
+    before = ranks.checks
     assert not any(ranks.each[0].is_superseded() for _ in range(100))
-    assert ranks.asked == before, "the round has just come about"
+    assert ranks.checks == before, "the round has just come about"
     monkeypatch.setattr(layout_exchange, "ROUND_CHECK_S", 0.0)
     ranks.each[0].handle_commit()
     assert not ranks.each[0].is_superseded()
-    assert ranks.asked == before + 1
+    assert ranks.checks == before + 1
     with pytest.raises(Unavailable):
         ranks.each[1].layouts(second, 5, 0.01)
     assert ranks.each[0].is_superseded()

@@ -1,4 +1,5 @@
-"""One rank's snapshots and restores over a real vault: what is kept, what is believed, what never stops training."""
+"""One rank's snapshots and restores over a real vault: kept versions, refused versions, and failures that training
+survives."""
 
 from __future__ import annotations
 
@@ -81,7 +82,7 @@ def test_audited_version_stays_and_is_restored(rank: LoneRank) -> None:
 
 
 def test_small_snapshot_is_sealed_before_the_update(rank: LoneRank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The copier is not woken when the snapshot is copied, but when training has come to its update."""
+    """The copier is woken when training reaches its update, not when the snapshot is copied."""
     monkeypatch.setattr("everstep_trainer.snapshot.snapshotter.COPIER_POLL_S", 3600.0)
     snapshots = rank.snapshotter(1, job=JobSpec(job=JOB, digest_interval=0))
 
@@ -226,7 +227,7 @@ def test_damaged_committed_version_is_not_replaced_by_older(rank: LoneRank) -> N
 
 
 def test_unfinished_generation_leaves_its_copy_unsealed(rank: LoneRank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The live state may already be changing, so what was copied of it is not to be believed."""
+    """The live state may already be changing, so its copy must not count."""
     entered, go_on = threading.Event(), threading.Event()
     copy = SnapshotSources.copy
 

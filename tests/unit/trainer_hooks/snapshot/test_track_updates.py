@@ -37,17 +37,17 @@ def rank(program_forks: ForkPool) -> Iterator[LoneRank]:
 
 
 class PausedCopySession(TrainingSession):
-    """Take snapshots whose copy pauses until `before_update` waits for it or the test sets `go_on`."""
+    """A session whose snapshot copies pause until ``before_update`` waits for them, or the test sets ``may_copy``."""
 
     def __init__(self, rank: LoneRank, monkeypatch: pytest.MonkeyPatch) -> None:
         self._rank = rank
-        self.go_on = threading.Event()
+        self.may_copy = threading.Event()
         self.begun = threading.Event()
         copy = SnapshotSources.copy
 
         def paused_copy(*arguments: object, **more: object) -> object:
             self.begun.set()
-            assert self.go_on.wait(60), "the copy was not released"
+            assert self.may_copy.wait(60), "the copy was not released"
             return copy(*arguments, **more)  # type: ignore[arg-type]
 
         monkeypatch.setattr(SnapshotSources, "copy", paused_copy)
@@ -61,7 +61,7 @@ class PausedCopySession(TrainingSession):
         return 0
 
     def before_update(self) -> None:
-        self.go_on.set()
+        self.may_copy.set()
         self.snapshots.wait()
 
     def on_step_finished(self, step: int) -> None:
@@ -71,7 +71,7 @@ class PausedCopySession(TrainingSession):
         assert self.snapshots._last is not None
         return self.snapshots._last.copied.is_set()
 
-    def ended(self) -> None:
+    def wait_until_ended(self) -> None:
         assert self.snapshots._last is not None
         assert self.snapshots._last.done.wait(60)
 
@@ -81,7 +81,7 @@ def large_model() -> nn.Linear:
     return nn.Linear(1024, 1024, bias=False)
 
 
-def restored(rank: LoneRank, objects: Mapping[str, object]) -> Version | None:
+def restore(rank: LoneRank, objects: Mapping[str, object]) -> Version | None:
     spec = generation(2, restore=RestoreRule())
     return Restoration(rank.client, spec, spec.roster[0], HashStore()).fill(TrackedState(objects)).version
 
@@ -98,10 +98,10 @@ def test_every_listed_optimizer_waits_for_the_copy(rank: LoneRank, monkeypatch: 
     for parameter in stages[1].parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizers[1].step()
-    session.go_on.set()
+    session.may_copy.set()
     session.snapshots.close(finish=True)
     again = [nn.ModuleDict({f"stage{number}": nn.Linear(8, 8)}) for number in (0, 1)]
-    assert restored(rank, {"model": again}) == Version(1, 1)
+    assert restore(rank, {"model": again}) == Version(1, 1)
     assert torch.equal(again[1].get_parameter("stage1.weight"), before)
 
 
@@ -132,8 +132,8 @@ def test_copy_overtaken_by_an_update_is_dropped(
     assert session.begun.wait(60)
     with torch.no_grad():
         model.weight.add_(1)  # as a momentum encoder does in its forward pass
-    session.go_on.set()
-    session.ended()
+    session.may_copy.set()
+    session.wait_until_ended()
     for _ in range(2):
         run.step_finished()
         assert session.is_copied()
@@ -144,7 +144,7 @@ def test_copy_overtaken_by_an_update_is_dropped(
     assert caplog.text.count("model.weight was modified without notice while the snapshot of step 1") == 1
     assert caplog.text.count("run.before_update()") == 1
     again = large_model()
-    assert restored(rank, {"model": again}) == Version(1, 3)
+    assert restore(rank, {"model": again}) == Version(1, 3)
     assert torch.equal(again.weight + 1, model.weight)
 
 
@@ -160,11 +160,11 @@ def test_update_overlapping_the_copy_end_drops_the_copy(rank: LoneRank, monkeypa
             model.weight.add_(1)
 
     monkeypatch.setattr(SegmentView, "mark_copied", copied_and_changed)
-    session.go_on.set()
+    session.may_copy.set()
     run = Run(RankContext(), session)
     run.track(model=model, optimizer=torch.optim.SGD(model.parameters()))
     run.step_finished()
-    session.ended()
+    session.wait_until_ended()
     session.snapshots.close(finish=True)
     assert rank.sealed() == set()
     assert not list(rank.view().complete_slots())
@@ -175,14 +175,14 @@ def test_training_without_optimizer_waits_for_each_copy(rank: LoneRank, monkeypa
     model, session = large_model(), PausedCopySession(rank, monkeypatch)
     run = Run(RankContext(), session)
     run.track(model=model)
-    session.go_on.set()
+    session.may_copy.set()
     for _ in range(2):
         run.step_finished()
         assert session.is_copied()
         model.weight.data.add_(1)  # torch does not count a write through .data
     run.before_update()
     stood = model.weight.detach().clone()
-    session.go_on.clear()
+    session.may_copy.clear()
     run.step_finished()
     assert not session.is_copied()
     run.before_update()
@@ -190,7 +190,7 @@ def test_training_without_optimizer_waits_for_each_copy(rank: LoneRank, monkeypa
     model.weight.data.add_(1)
     session.snapshots.close(finish=True)
     again = large_model()
-    assert restored(rank, {"model": again}) == Version(1, 3)
+    assert restore(rank, {"model": again}) == Version(1, 3)
     assert torch.equal(again.weight, stood)
 
 
@@ -207,13 +207,13 @@ def test_copy_of_swapped_weights_is_dropped(
     rank: LoneRank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, put_back: str
 ) -> None:
     model, session = large_model(), PausedCopySession(rank, monkeypatch)
-    session.go_on.set()
+    session.may_copy.set()
     run = Run(RankContext(), session)
     run.track(model=model, optimizer=torch.optim.SGD(model.parameters()))
     run.step_finished()  # this call makes the snapshot plan
-    session.ended()
+    session.wait_until_ended()
     run.before_update()
-    session.go_on.clear()
+    session.may_copy.clear()
     copy_and_hash = HostMover.run
 
     def copy_and_put_back(*arguments: Any, **more: Any) -> Any:
@@ -225,8 +225,8 @@ def test_copy_of_swapped_weights_is_dropped(
         monkeypatch.setattr(HostMover, "run", copy_and_put_back)
     run.step_finished()
     raw = swap(model)
-    session.go_on.set()
-    session.ended()
+    session.may_copy.set()
+    session.wait_until_ended()
     if put_back == "after the copy":
         model.weight.data.copy_(raw)
     run.before_update()
@@ -241,7 +241,7 @@ def test_copy_of_swapped_weights_is_dropped(
     assert caplog.text.count("model.weight was modified without notice while the snapshot of step 2") == 1
     assert caplog.text.count("under torch.no_grad() without .data") == 1
     again = large_model()
-    assert restored(rank, {"model": again}) == Version(1, 4)
+    assert restore(rank, {"model": again}) == Version(1, 4)
     assert torch.equal(again.weight, stood)
 
 
@@ -250,12 +250,12 @@ def test_swap_reverted_after_the_copy_keeps_the_copy(
     rank: LoneRank, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     model, session = large_model(), PausedCopySession(rank, monkeypatch)
-    session.go_on.set()
+    session.may_copy.set()
     run = Run(RankContext(), session)
     run.track(model=model, optimizer=torch.optim.SGD(model.parameters()))
     for _ in range(3):
         run.step_finished()
-        session.ended()
+        session.wait_until_ended()
         model.weight.data.copy_(swap(model))
         run.before_update()
     session.snapshots.close(finish=True)

@@ -1,4 +1,4 @@
-"""Random generators as tracked objects: their streams go on where the restored version was."""
+"""Random generators as tracked objects: a restore continues their streams."""
 
 from __future__ import annotations
 

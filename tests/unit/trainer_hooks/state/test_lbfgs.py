@@ -1,4 +1,4 @@
-"""LBFGS keeps its state for all parameters at once: in a fresh process, in other layouts, and where it cannot be."""
+"""LBFGS, whose state belongs to all parameters at once: in a fresh process, in other layouts, and if it is refused."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Job:
         return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in self.model.parameters()]
 
 
-def goes_on_as(before: Job, after: Job) -> None:
+def check_same_training(before: Job, after: Job) -> None:
     for number in range(3):
         before.step(number)
     after.restore(before)
@@ -75,22 +75,22 @@ def goes_on_as(before: Job, after: Job) -> None:
 @pytest.mark.parametrize("into", [True, False])
 def test_lbfgs_continues_exactly_with_any_sharding(alone: None, sharded: bool, into: bool) -> None:
     before, after = Job(sharded=sharded), Job(sharded=into)
-    goes_on_as(before, after)
+    check_same_training(before, after)
     (state,) = after.optimizer.state.values()
     assert all(isinstance(tensor, DTensor) is into for tensor in (state["d"], state["H_diag"], *state["old_dirs"]))
 
 
-def on_two(rank: int, port: int) -> None:
-    """In a process of its own."""
+def run_on_two_ranks(rank: int, port: int) -> None:
+    """Check the same training on one of two ranks, in a process of its own."""
     store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
-    goes_on_as(Job(sharded=True), Job(sharded=True))
+    check_same_training(Job(sharded=True), Job(sharded=True))
     dist.destroy_process_group()
 
 
 def test_lbfgs_continues_exactly_on_two_fsdp2_ranks(forks: ForkPool) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    for rank in [forks.start(on_two, rank, store.port) for rank in range(2)]:
+    for rank in [forks.start(run_on_two_ranks, rank, store.port) for rank in range(2)]:
         rank.result()
 
 

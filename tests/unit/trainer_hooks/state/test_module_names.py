@@ -1,4 +1,4 @@
-"""A tensor has one name, whatever a model is wrapped in: a job that shrinks to one rank has no replicas any more."""
+"""A tensor has one name under any wrapper: a job that shrinks to one rank has no replicas any more."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [
 
 
 class Nested(nn.Module):
-    """Has parts that are called as wrappers call theirs."""
+    """A model with parts that have the names of wrappers' parts."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Optimizer state that a fresh process makes room for lies where the optimizer would have made it."""
+"""Optimizer state that a fresh process allocates lies where the optimizer would have allocated it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ OPTIMIZERS: dict[str, Optimizer] = {
 
 
 class Scaled(nn.Module):
-    """With a parameter that is a scalar."""
+    """A model with a parameter that is a scalar."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,13 +55,13 @@ class Scaled(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def grouped() -> Iterator[None]:
+def process_group() -> Iterator[None]:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
 
-def spread() -> Scaled:
+def sharded_model() -> Scaled:
     mesh, model = init_device_mesh("cpu", (1,)), Scaled()
     model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
     model.scale = nn.Parameter(distribute_tensor(model.scale.detach(), mesh, [Replicate()]))
@@ -76,10 +76,10 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 @pytest.mark.promise("tracked-state-exact")
 @pytest.mark.parametrize("tells", [True, False], ids=["of this release", "of one before"])
-@pytest.mark.parametrize("build", [Scaled, spread])
+@pytest.mark.parametrize("build", [Scaled, sharded_model])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_fresh_process_continues_with_a_scalar_parameter(
-    grouped: None, name: str, build: Callable[[], Scaled], tells: bool
+    process_group: None, name: str, build: Callable[[], Scaled], tells: bool
 ) -> None:
     model = build()
     optimizer = OPTIMIZERS[name](model.parameters())
@@ -101,10 +101,10 @@ def test_fresh_process_continues_with_a_scalar_parameter(
     step(model, optimizer)
     step(fresh, other)
     for first, second in zip(model.parameters(), fresh.parameters(), strict=True):
-        assert torch.equal(whole(first), whole(second))
+        assert torch.equal(full(first), full(second))
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -134,8 +134,8 @@ def test_state_of_a_scalar_returns_to_gpu_or_host(
             assert location_of(parameter, made) is lies
 
 
-def restored_into(model: nn.Module, optimizer: torch.optim.Optimizer, fresh: nn.Module) -> torch.optim.Optimizer:
-    """A new optimizer of ``fresh``, with the state of the one that trained ``model``."""
+def restore_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, fresh: nn.Module) -> torch.optim.Optimizer:
+    """Return a new optimizer of ``fresh``, with the state of the optimizer that trained ``model``."""
     state = TrackedState({"model": model, "optimizer": optimizer})
     tensors = state.tensors()
     live = {tensor.name: tensor.local for tensor in tensors}
@@ -154,7 +154,7 @@ def test_shared_optimizer_state_stays_shared() -> None:
     model, fresh = nn.Linear(3, 3), nn.Linear(3, 3)
     optimizer = SharingOptimizer(model.parameters())
     optimizer.step()
-    other = restored_into(model, optimizer, fresh)
+    other = restore_optimizer(model, optimizer, fresh)
     first, second = (other.state[parameter] for parameter in fresh.parameters())
     assert first["step"] is second["step"]
     assert first["anchor"].data_ptr() == fresh.weight.data_ptr()
@@ -165,18 +165,18 @@ def test_shared_optimizer_state_stays_shared() -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), fresh.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("layout", [spread, Scaled])
-def test_plain_state_of_a_sharded_parameter_stays_plain(grouped: None, layout: Callable[[], nn.Module]) -> None:
-    model, fresh = spread(), layout()
+@pytest.mark.parametrize("layout", [sharded_model, Scaled])
+def test_plain_state_of_a_sharded_parameter_stays_plain(process_group: None, layout: Callable[[], nn.Module]) -> None:
+    model, fresh = sharded_model(), layout()
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.state[model.weight] = {"anchor": torch.arange(64.0).reshape(8, 8), "row": torch.ones(8)}
-    (state,) = restored_into(model, optimizer, fresh).state.values()
+    (state,) = restore_optimizer(model, optimizer, fresh).state.values()
     assert [type(value) for value in state.values()] == [torch.Tensor, torch.Tensor]
     assert torch.equal(state["anchor"], torch.arange(64.0).reshape(8, 8))
 
 
 class Late(nn.Module):
-    """A stage that has the second of two parameters."""
+    """A stage that has only the second of two parameters."""
 
     def __init__(self, bias: nn.Parameter) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ def test_stage_without_the_first_parameter_gets_shared_state() -> None:
     model = nn.Linear(3, 3)
     optimizer = SharingOptimizer(model.parameters())
     optimizer.step()
-    other = restored_into(model, optimizer, Late(nn.Parameter(torch.zeros(3))))
+    other = restore_optimizer(model, optimizer, Late(nn.Parameter(torch.zeros(3))))
     (state,) = other.state.values()
     assert (state["step"].item(), set(state)) == (1.0, {"step", "average"})
 
@@ -225,7 +225,7 @@ class Layers:
         self.state = TrackedState({"model": self.model, "optimizer": self.optimizer, "schedule": self.schedule})
 
     def steps(self, count: int) -> dict[str, list[float]]:
-        """The rates of each kind after each of so many steps."""
+        """Return the rates of each kind after each of so many steps."""
         found: dict[str, list[float]] = {kind: [] for kind in self.kinds}
         for _ in range(count):
             self.optimizer.step()

@@ -1,4 +1,4 @@
-"""Tensors that are not quite plain: they come back as they were, or are refused before they are stored."""
+"""Unusual tensors are restored as they were, or refused before they are stored."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def rank(program_forks: ForkPool) -> Iterator[LoneRank]:
         yield made
 
 
-def stores(rank: LoneRank, objects: dict[str, Any]) -> None:
+def store_objects(rank: LoneRank, objects: dict[str, Any]) -> None:
     spec = generation(1)
     snapshots = Snapshotter(rank.client, TrackedState(objects), spec, spec.roster[0], HashStore(), lambda _: None)
     for step in (1, 2):
@@ -78,7 +78,7 @@ def stores(rank: LoneRank, objects: dict[str, Any]) -> None:
 @pytest.mark.promise("tracked-state-exact")
 @pytest.mark.parametrize("name", ODD)
 def test_odd_tensor_is_restored_unchanged(rank: LoneRank, name: str) -> None:
-    stores(rank, {"model": Holder(ODD[name]())})
+    store_objects(rank, {"model": Holder(ODD[name]())})
     fresh = Holder(ODD[name]())
     kind = fresh.held.dtype
     with torch.inference_mode(), torch.no_grad():
@@ -106,8 +106,8 @@ def test_changed_inference_mode_buffer_is_detected() -> None:
 
 
 def test_fill_failure_of_one_rank_reaches_all_ranks(rank: LoneRank, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rank that raised by itself left the others to wait for it until they gave up."""
-    stores(rank, {"model": Holder(torch.ones(2))})
+    """Earlier, a rank that raised alone left the others waiting until their timeout."""
+    store_objects(rank, {"model": Holder(torch.ones(2))})
     spec = generation(2, ranks=[("n1", 0), ("n1", 1)], restore=RestoreRule())
     store = HashStore()
     read = Restorer._read

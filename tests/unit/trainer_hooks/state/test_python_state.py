@@ -1,4 +1,5 @@
-"""Python state between layouts: what a stage of a pipeline stored, and what a rank with other stages needs of it."""
+"""Python state between layouts: the state that a pipeline stage stored, and the part that a rank with other stages
+needs."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ class Stage:
         return self.state.capture().data()
 
     def _entry(self, layer: nn.Module) -> dict[str, Any]:
-        """The state in the optimizer of a layer's weight."""
+        """Return the optimizer's state of a layer's weight."""
         entry: dict[str, Any] = self.optimizer.state[layer.get_parameter("weight")]
         return entry
 
@@ -177,7 +178,7 @@ REFUSED: list[Any] = [defaultdict(list, a=[1]), Pair(1, 2), UserDict(a=1), Mappi
 
 
 def shape_of(value: Any) -> Any:
-    """Types, all the way down."""
+    """Return the types of a value and of everything in it."""
     if isinstance(value, dict):
         return type(value), [(key, shape_of(item)) for key, item in value.items()]
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Tensors and optimizers whose memory is not all of them: refused by name, instead of stored without the rest."""
+"""Tensors and optimizers with memory that cannot be seen are refused by name."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_wrapper_subclass_shard_is_refused() -> None:
 
 @pytest.mark.promise("partial-state-refused")
 def test_plain_optimizer_state_of_a_shard_is_refused_by_name() -> None:
-    """It would have been stored by one rank, and come back on all."""
+    """One rank would have stored it, and all ranks would have restored it."""
     with fake_group(0, (2,)) as mesh:
         model = nn.Linear(4, 5, bias=False)
         local, shape = torch.ones(3, 4), torch.Size([5, 4])
@@ -128,7 +128,7 @@ def test_zero_redundancy_optimizer_is_refused() -> None:
 
 
 class Outer(torch.optim.SGD):
-    """Keeps its state elsewhere, as optimizers that wrap another one do."""
+    """An optimizer that wraps another one and keeps its state there."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"state": {0: {"momentum": 1.0}}, "param_groups": []}

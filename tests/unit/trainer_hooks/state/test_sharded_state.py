@@ -1,4 +1,4 @@
-"""Tracked objects that list their shards themselves, as frameworks without DTensors need it."""
+"""Tracked objects that list their own shards, for frameworks without DTensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def tracked(rank: int = 0, world: int = 1, *, exclude: tuple[str, ...] = ()) -> 
 
 
 def catalog_of(world: int) -> tuple[TensorInfo, ...]:
-    """What a version of ranks that have made an update lists."""
+    """Return the catalog of a version by ranks that have made an update."""
     states = []
     for rank in range(world):
         sliced, state = tracked(rank, world)

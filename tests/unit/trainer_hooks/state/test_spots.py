@@ -1,4 +1,4 @@
-"""Writes that torch does not count: seen in a few bytes of each tensor."""
+"""Writes that torch does not count are detected by a few bytes of each tensor."""
 
 from __future__ import annotations
 

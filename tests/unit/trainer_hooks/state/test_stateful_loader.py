@@ -1,4 +1,4 @@
-"""A real StatefulDataLoader that is tracked goes on where its rank was, or is refused with what to do instead."""
+"""A tracked StatefulDataLoader continues at its rank's position, or is refused with advice."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ with warnings.catch_warnings():
     from torchdata.stateful_dataloader import StatefulDataLoader
 
 
-class Stored(TrainingSession):
-    """Takes what is tracked, and restores what was stored before, as bytes."""
+class StoredState(TrainingSession):
+    """A session that restores the tracked loader from stored bytes."""
 
     def __init__(self, blob: bytes | None = None) -> None:
         self.blob = blob
@@ -44,34 +44,34 @@ def new_loader(**options: Any) -> Any:
         return StatefulDataLoader(list(range(30)), batch_size=4, shuffle=True, generator=generator, **options)
 
 
-def tracked(keeper: Stored, rank: int, world: int, replica: Replica | None = None) -> Any:
-    """``replica``: the replica that the ranks declared for this one."""
+def tracked(session: StoredState, rank: int, world: int, replica: Replica | None = None) -> Any:
+    """Return a loader that is tracked by this rank. ``replica``: the declared replica of the rank, if any."""
     loader = new_loader()
-    run = Run(RankContext(rank=rank, world_size=world), keeper)
+    run = Run(RankContext(rank=rank, world_size=world), session)
     run._replicas._replica = replica or run._replicas._replica
     run.track(loader=loader)
     return loader
 
 
 def test_stateful_loader_resumes_at_the_same_world_size() -> None:
-    keeper = Stored()
-    batches = iter(tracked(keeper, 1, 2))
+    session = StoredState()
+    batches = iter(tracked(session, 1, 2))
     next(batches)
     next(batches)
-    blob = keeper.keep()
+    blob = session.keep()
     rest = [batch.tolist() for batch in batches]
-    assert [batch.tolist() for batch in tracked(Stored(blob), 1, 2)] == rest
+    assert [batch.tolist() for batch in tracked(StoredState(blob), 1, 2)] == rest
 
 
 def test_ranks_of_one_replica_are_at_the_same_samples() -> None:
-    keeper = Stored()
-    batches = iter(tracked(keeper, 3, 4, Replica(1, 2)))
+    session = StoredState()
+    batches = iter(tracked(session, 3, 4, Replica(1, 2)))
     next(batches)
-    blob = keeper.keep()
+    blob = session.keep()
     rest = [batch.tolist() for batch in batches]
-    assert [batch.tolist() for batch in tracked(Stored(blob), 2, 4, Replica(1, 2))] == rest
+    assert [batch.tolist() for batch in tracked(StoredState(blob), 2, 4, Replica(1, 2))] == rest
     with pytest.raises(NotRestorable, match="data-parallel rank 0 was lost"):
-        tracked(Stored(blob), 1, 4, Replica(0, 2))
+        tracked(StoredState(blob), 1, 4, Replica(0, 2))
 
 
 @pytest.mark.parametrize(
@@ -82,17 +82,17 @@ def test_ranks_of_one_replica_are_at_the_same_samples() -> None:
     ],
 )
 def test_other_world_size_or_rank_is_refused_with_advice(rank: int, world: int, reason: str) -> None:
-    keeper = Stored()
-    next(iter(tracked(keeper, 1, 2)))
+    session = StoredState()
+    next(iter(tracked(session, 1, 2)))
     with pytest.raises(NotRestorable, match=f"({reason}).*Use run.loader"):
-        tracked(Stored(keeper.keep()), rank, world)
+        tracked(StoredState(session.keep()), rank, world)
 
 
 @pytest.mark.parametrize(
     "options", [{"rollback_copies": 1}, {"rollback_copies": 0, "policy": "replay"}], ids=["back", "replay"]
 )
 def test_guard_recomputing_data_is_refused_with_advice(options: dict[str, Any]) -> None:
-    run = Run(RankContext(), Stored())
+    run = Run(RankContext(), StoredState())
     run.guard(**options)
     with pytest.raises(ValueError, match=r"loader is a StatefulDataLoader.*take run.loader.*rollback_copies=0"):
         run.track(loader=new_loader())
@@ -101,7 +101,7 @@ def test_guard_recomputing_data_is_refused_with_advice(options: dict[str, Any]) 
 @pytest.mark.promise("stateful-loader")
 def test_loader_workers_end_with_the_generation() -> None:
     loader = new_loader(num_workers=2)
-    run = Run(RankContext(), Stored())
+    run = Run(RankContext(), StoredState())
     run.track(loader=loader)
     next(iter(loader))
     workers = loader._iterator._workers

@@ -45,7 +45,7 @@ class Rank:
         self.state = TrackedState(self.tracked)
 
     def train(self) -> None:
-        """To values that are a function of names, the same for both ends."""
+        """Set all values to a function of their names, the same for both ends of the model."""
         for name, parameter in self.model.named_parameters():
             value = float(sum(name.replace("head", "embed").encode()) % 89)
             parameter.data = torch.arange(value, value + parameter.numel()).view_as(parameter)
@@ -62,7 +62,7 @@ def job(stages: int, *, trained: bool) -> list[Rank]:
 
 
 def catalog_of(ranks: list[Rank]) -> tuple[Manifest, dict[str, torch.Tensor]]:
-    """Of what they store, and all values."""
+    """Return the manifest of the ranks' state, and all values."""
     live = [rank.state.tensors() for rank in ranks]
     layouts = [
         rank.state.layout(tensors, n, len(ranks)) for n, (rank, tensors) in enumerate(zip(ranks, live, strict=True))
@@ -72,7 +72,7 @@ def catalog_of(ranks: list[Rank]) -> tuple[Manifest, dict[str, torch.Tensor]]:
 
 
 def restore(ranks: list[Rank], before: list[Rank]) -> set[int]:
-    """From memory, as the ranks of a generation do; which of the version's tensors one of them has live."""
+    """Restore the ranks as a generation does; return the tensors of the version that a rank has live."""
     manifest, values = catalog_of(before)
     lives: set[int] = set()
     for rank in ranks:
@@ -87,7 +87,7 @@ def restore(ranks: list[Rank], before: list[Rank]) -> set[int]:
     return lives
 
 
-def as_trained(ranks: list[Rank]) -> None:
+def assert_as_trained(ranks: list[Rank]) -> None:
     for rank, other in zip(ranks, job(len(ranks), trained=True), strict=True):
         assert rank.optimizer.param_groups[0]["lr"] == 0.25
         for parameter, twin in zip(rank.model.parameters(), other.model.parameters(), strict=True):
@@ -103,7 +103,7 @@ def as_trained(ranks: list[Rank]) -> None:
 def test_tied_state_restores_between_one_and_two_ranks(stages: int, into: int) -> None:
     after = job(into, trained=False)
     restore(after, job(stages, trained=True))
-    as_trained(after)
+    assert_as_trained(after)
 
 
 @pytest.mark.parametrize(("stages", "into"), [(1, 2), (2, 1), (2, 2), (1, 1)])
@@ -114,7 +114,7 @@ def test_tied_state_starts_from_storage(tmp_path: Path, stages: int, into: int) 
     after = job(into, trained=False)
     for number, rank in enumerate(after):
         assert load_checkpoint_alone(tmp_path / "out", rank.tracked, rank.state, number, into) == VERSION.step
-    as_trained(after)
+    assert_as_trained(after)
 
 
 def test_differing_untied_state_is_not_tied_again() -> None:

@@ -1,4 +1,4 @@
-"""State outside of parameters and buffers is named when it is tracked, instead of lost with the first rank."""
+"""State outside of parameters and buffers is named when it is tracked, and not lost with the first rank."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_extra_state_dict_entries_are_warned_of(model: nn.Module, name: str, cap
 
 
 class Renaming(nn.Linear):
-    """Has other names on storage, parts for the whole, and extra state."""
+    """A module with other names on storage, parts of a tensor, and extra state."""
 
     def __init__(self) -> None:
         super().__init__(2, 4)
@@ -165,7 +165,7 @@ def ranks(session_forks: Any) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("part", ["teacher", "mask", "untracked", "late"])
 def test_untracked_replica_state_is_equal_on_all_replicas(ranks: list[dict[str, Any]], kind: str, part: str) -> None:
-    """As they are in a generation that restores nothing, where rank 0's state goes to all."""
+    """This holds in a generation that restores nothing too, where all ranks get rank 0's state."""
     of_rank = [rank[kind][part] for rank in ranks]
     groups = [of_rank[0::2], of_rank[1::2]] if kind == "over two ranks" else [of_rank]
     for alike in groups:

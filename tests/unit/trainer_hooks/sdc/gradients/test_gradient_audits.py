@@ -1,4 +1,4 @@
-"""Audits of gradients before, in and after the collective: the faults they find, the ranks they accuse."""
+"""Audits of gradients before, in and after the collective: the faults that they find, and the ranks that they name."""
 
 from __future__ import annotations
 
@@ -165,7 +165,7 @@ def test_unusual_samples_become_usual_once_repeated(norms: GradientNorms) -> Non
     ids=["usual now", "unusual in both seats", "unusual samples", "other unusual norm", "other samples"],
 )
 def test_repetition_is_judged_by_its_changes(repeated: list[float], wrong_results: list[int]) -> None:
-    """This process was suspected as rank 1, and is now rank 2, whose samples always give an unusual norm."""
+    """This process was suspected as rank 1. It is now rank 2, whose samples always give an unusual norm."""
     mismatches: list[Mismatch] = []
     norms = GradientNorms(setup_of(mismatches.append, rank=2), GradientTap([], 3))
     before = _SuspectedStep(torch.tensor([[1.0], [math.nan], [30.0], [1.3]]), owner=1, is_own=True)
@@ -372,7 +372,7 @@ def test_row_digests_see_swaps_and_even_flips() -> None:
 
 
 def honest_gradients(rank: int, world: int, program: str) -> list[str]:
-    """Train an honest program on one rank with audits of gradients in each step; return what the rank states."""
+    """Train a fault-free program on one rank with audits of gradients in each step; return the rank's statements."""
     mismatches: list[Mismatch] = []
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))

@@ -1,4 +1,4 @@
-"""A captured call of a unit gives the same bits when it is done again, and leaves no trace."""
+"""A captured call of a unit gives the same bits when it is replayed, and changes no state."""
 
 from __future__ import annotations
 

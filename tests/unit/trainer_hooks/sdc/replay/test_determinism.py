@@ -1,4 +1,4 @@
-"""Modules that do not compute the same bits twice are named, and compared by tolerance."""
+"""Modules that do not compute the same bits twice are named, and compared with a tolerance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.unit.trainer_hooks.sdc.audited_models import Gpt, tokens
 
 
 class Varying(nn.Linear):
-    """Adds noise that no seed fixes, as a sum in the order of arrival does."""
+    """A layer that adds noise that no seed fixes, as a sum in the order of arrival does."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, width)

@@ -1,4 +1,4 @@
-"""Ranks do each other's work again: clean runs give no statements, and faults give those that name the rank."""
+"""Ranks repeat each other's work: runs without faults give no statements, and faults give those that name the rank."""
 
 from __future__ import annotations
 

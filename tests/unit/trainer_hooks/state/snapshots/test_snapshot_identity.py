@@ -1,4 +1,4 @@
-"""A change of what is tracked is seen when it is next asked for, and training alone is none."""
+"""A change of the tracked state is seen at the next request, and training alone is no change."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Model(nn.Module):
 
 
 class Subject:
-    """A model in training, its tracked state, and every way in which a user may change what there is to store."""
+    """A model in training, its tracked state, and every way in which a user may change the stored tensors."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -40,10 +40,10 @@ class Subject:
         self.state = TrackedState(self.objects())
         self.train()
         self.train()  # running statistics are known to move
-        self.look()
+        self.note_volatile_buffers()
 
-    def look(self) -> None:
-        """Buffers that training was seen to change are asked for anew each time, wherever they lie."""
+    def note_volatile_buffers(self) -> None:
+        """Note the buffers that training changes; their identity is not compared."""
         self.moving = {tensor.name for tensor in self.state.tensors() if tensor.is_volatile}
 
     def objects(self) -> dict[str, object]:
@@ -188,7 +188,7 @@ def test_each_change_of_tracked_state_is_seen_at_once(change: Callable[[Subject]
     assert subject.state.is_unchanged()
     change(subject)
     assert not subject.state.is_unchanged()
-    subject.look()
+    subject.note_volatile_buffers()
     assert subject.state.is_unchanged()
 
 
@@ -218,7 +218,7 @@ def _never_missed(changes: list[Callable[[Subject], None]]) -> None:
             continue
         if subject.found_by_search() != before:
             assert not subject.state.is_unchanged(), change.__name__
-        subject.look()
+        subject.note_volatile_buffers()
         assert subject.state.is_unchanged(), "a search that found everything is not asked for again"
 
 

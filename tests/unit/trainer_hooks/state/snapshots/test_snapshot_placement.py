@@ -100,8 +100,8 @@ SHAPES: list[tuple[tuple[int, ...], list[Placement]]] = [
 ]
 
 
-def held(mesh: DeviceMesh, placements: list[Placement], shape: tuple[int, ...]) -> tuple[Box, Box]:
-    """The box of a tensor of this shape as we have it, and as torch does."""
+def boxes_of(mesh: DeviceMesh, placements: list[Placement], shape: tuple[int, ...]) -> tuple[Box, Box]:
+    """Return the box of a tensor of this shape as computed here, and as computed by torch."""
     size, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
     stride = torch.empty(shape).stride()
     tensor = DTensor.from_local(
@@ -118,7 +118,7 @@ def test_a_box_is_where_torch_has_the_local_part(
 ) -> None:
     for rank in range(torch.Size(mesh_shape).numel()):
         with fake_group(rank, mesh_shape) as mesh:
-            ours, theirs = held(mesh, placements, shape)
+            ours, theirs = boxes_of(mesh, placements, shape)
             assert ours.size == theirs.size
             assert ours.volume == 0 or ours == theirs
 
@@ -130,4 +130,4 @@ def test_mesh_of_another_generation_is_refused_with_advice() -> None:
         fake_group(1, (4,)),
         pytest.raises(TypeError, match="weight is on a mesh of rank 3, but this process is rank 1 now: make"),
     ):
-        held(kept, [Shard(0)], (8, 6))
+        boxes_of(kept, [Shard(0)], (8, 6))

@@ -1,4 +1,4 @@
-"""Tracked state: names, boxes, ties, the blob, and what is refused."""
+"""Tracked state: names, boxes, ties, the blob, and refusals."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def catalog_of(state: TrackedState) -> tuple[TensorInfo, ...]:
 
 
 def load(state: TrackedState, *blobs: bytes) -> None:
-    """The Python state of one rank, or of several."""
+    """Load the Python state of one rank, or of several."""
     state.load_python(MergedState([decode(blob) for blob in blobs], state.python_names()))
 
 
@@ -146,7 +146,7 @@ def test_object_without_state_dict_is_refused_with_advice(tracked: object, mend:
 
 
 class Counting(torch.optim.SGD):
-    """Has state that is of no parameter."""
+    """An optimizer with state that belongs to no parameter."""
 
     state: dict[Any, Any]  # type: ignore[assignment]  # with a string among its keys
 
