@@ -88,7 +88,7 @@ def _setting_parameter(setting: Setting, aliases: Sequence[str]) -> inspect.Para
     text = " ".join(setting.doc.replace("``", "").split())  # one line, without markup
     if value := default_text(setting):
         text += f" [default: {value}]"
-    option = typer.Option(flag, *aliases, help=text, hidden="." in setting.key)
+    option = typer.Option(flag, *aliases, help=text, hidden=len(setting.path) > 1)
     return _parameter(setting.name, kind, option)
 
 

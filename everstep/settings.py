@@ -22,7 +22,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import msgspec
 
@@ -36,16 +36,15 @@ FILE = "settings"
 
 
 class SettingsPart(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of a program that belong together. Unlike in other nested structs, their names are those of the fields:
-    they do not begin with the name of the part."""
+    """Settings of a program that belong together. Unlike those of other nested structs, their names and paths do not
+    show the part."""
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
     """One setting of a program."""
 
     name: str  # in flags and variables; words of nested structs come first: ``policy_liveness_lost_after_s``
-    key: str  # in the file: ``policy.liveness.lost_after_s``
-    path: tuple[str, ...]  # attributes that lead to the value: ``policy``, ``liveness``, ``lost_after_s``
+    path: tuple[str, ...]  # attributes that lead to the value, but no parts: ``policy``, ``liveness``, ``lost_after_s``
     type: Any  # of the value, without None
     default: Any  # None if the field has none
     doc: str  # the docstring below the field
@@ -85,20 +84,19 @@ class Program:
         """The program's settings by name, in the order of the fields."""
         return {setting.name: setting for setting in self._settings_of(self.kind, "", ())}
 
-    def _settings_of(self, kind: type[msgspec.Struct], table: str, path: tuple[str, ...]) -> Iterator[Setting]:
+    def _settings_of(self, kind: type[msgspec.Struct], names: str, path: tuple[str, ...]) -> Iterator[Setting]:
         docs = field_docs(kind)
         for each in msgspec.structs.fields(kind):
-            key, attributes = table + each.encode_name, (*path, each.name)
-            name = key.replace(".", "_")
+            name = names + each.encode_name
             if name in self.excluded:
                 continue
             if isinstance(each.type, type) and issubclass(each.type, msgspec.Struct):
-                inner = table if issubclass(each.type, SettingsPart) else key + "."
-                yield from self._settings_of(each.type, inner, attributes)
+                above = (names, path) if is_part(each.type) else (name + "_", (*path, each.name))
+                yield from self._settings_of(each.type, *above)
                 continue
-            default, doc = None if each.default is msgspec.NODEFAULT else each.default, docs.get(each.name, "")
-            kind_of_value = _without_none(each.type)
-            yield Setting(name=name, key=key, path=attributes, type=kind_of_value, default=default, doc=doc)
+            default = None if each.default is msgspec.NODEFAULT else each.default
+            doc = docs.get(each.name, "")
+            yield Setting(name=name, path=(*path, each.name), type=_without_none(each.type), default=default, doc=doc)
 
     def read(self, flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
         """Return what is set by flags, variables and the file: values by attribute, those of a nested struct as a dict.
@@ -106,7 +104,7 @@ class Program:
         ``flags`` are by the setting's name, and the file as ``settings``; text is converted. Raises ConfigurationError
         if a variable or key is unknown, or a value has another type. The message names the source.
         """
-        return self.by_attribute({name: each.value for name, each in self.given(flags, environ).items()})
+        return self.by_attribute(self.given(flags, environ))
 
     def given(self, flags: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Given]:
         """Return the same as ``read`` by the setting's name, each value with its source."""
@@ -123,16 +121,16 @@ class Program:
                 found[name] = Given(converted, f"flag {flag}")
         return found
 
-    def by_attribute(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Return values, given by the setting's name, by attribute, those of a nested struct as a dict."""
-        nested: dict[str, Any] = {}
-        for name, value in values.items():
+    def by_attribute(self, given: Mapping[str, Given]) -> dict[str, Any]:
+        """Return the values by attribute, those of a nested struct as a dict."""
+        values: dict[str, Any] = {}
+        for name, each in given.items():
             *groups, attribute = self.settings[name].path
-            target = nested
+            target = values
             for group in groups:
                 target = target.setdefault(group, {})
-            target[attribute] = value
-        return nested
+            target[attribute] = each.value
+        return values
 
     def _given_variables(self, environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
         """Return the set variables and their texts, by setting."""
@@ -151,7 +149,7 @@ class Program:
             table, _, key = dotted.rpartition(".")
             source = f"{path}{_line(text, table, key)}"
             if name not in self.settings:
-                known = [each.key for each in self.settings.values()]
+                known = [".".join(each.path) for each in self.settings.values()]
                 raise ConfigurationError(f"{source}: unknown key `{dotted}`; {suggest_key(dotted, known)}")
             found[name] = Given(self._convert(f"{source}: {dotted}", value, name), f"settings file {path}")
         return found
@@ -165,12 +163,28 @@ class Program:
 
 
 def with_values(settings: S, values: Mapping[str, Any]) -> S:
-    """Return the settings with the values that ``Program.read`` returned."""
-    changed = {
-        name: with_values(getattr(settings, name), value) if isinstance(value, dict) else value
-        for name, value in values.items()
-    }
-    return msgspec.structs.replace(settings, **changed)
+    """Return the settings with other values by attribute, as ``Program.read`` returns them: those of a part without its
+    name, and those of another nested struct as a dict. Raises TypeError for an unknown name."""
+    owners: dict[str, str] = {}
+    for each in msgspec.structs.fields(settings):
+        if is_part(each.type):
+            owners |= dict.fromkeys(each.type.__struct_fields__, each.name)
+    changed: dict[str, Any] = {}
+    inner: dict[str, dict[str, Any]] = {}
+    for name, value in values.items():
+        if name in owners:
+            inner.setdefault(owners[name], {})[name] = value
+        elif isinstance(value, dict):
+            inner[name] = value
+        else:
+            changed[name] = value
+    nested = {name: with_values(getattr(settings, name), given) for name, given in inner.items()}
+    return msgspec.structs.replace(settings, **changed, **nested)
+
+
+def is_part(kind: Any) -> TypeGuard[type[SettingsPart]]:
+    """Return whether a field of this type is a part of the settings."""
+    return isinstance(kind, type) and issubclass(kind, SettingsPart)
 
 
 def flatten(table: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:

@@ -526,7 +526,7 @@ def load_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> Contr
 def read_settings(flags: Mapping[str, Any], environ: Mapping[str, str]) -> ControllerSettings:
     """Return the settings as ``load_settings``, whether they contradict each other or not."""
     given = PROGRAM.given(flags, environ)
-    values = PROGRAM.by_attribute({name: each.value for name, each in given.items()})
+    values = PROGRAM.by_attribute(given)
     preset = ControllerSettings.from_preset(values.get("preset", "production"))
     shipped, chosen = CorePolicy().values(), preset.policy
     origins = {name: f"preset {preset.preset}" for name, value in chosen.values().items() if value != shipped[name]}

@@ -17,7 +17,6 @@ from everstep.command_line import Flags, Version, make_app, takes_settings
 from everstep.errors import ConfigurationError, EverstepError, exit_on_errors
 from everstep.host.parent_process import die_with_parent, parent_pid
 from everstep.log_lines import JsonLineFormatter, PlainLineFormatter
-from everstep.settings import with_values
 from everstep_controller.config import PROGRAM, ControllerSettings, load_settings, read_secrets
 
 
@@ -99,7 +98,7 @@ def backup(file: Annotated[Path, typer.Argument(metavar="FILE", help="File to wr
     from everstep_controller.store.database import back_up
 
     with _exit_on_errors():
-        database = with_values(ControllerSettings(), PROGRAM.read(flags, os.environ)).storage.database
+        database = PROGRAM.read(flags, os.environ).get("database", ControllerSettings().storage.database)
         print(f"{file}: {back_up(database, file)} bytes")
 
 

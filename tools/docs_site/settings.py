@@ -6,7 +6,6 @@ Defaults, types and descriptions come from the structs and from the string liter
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from everstep.settings import Program, SettingsPart, field_docs
+from everstep.settings import Program, SettingsPart, field_docs, is_part
 from everstep_agent import config as agent_config
 from everstep_controller import config as controller_config
 from everstep_controller.core.policy import CorePolicy
@@ -46,7 +45,7 @@ def settings_of(struct: type[msgspec.Struct]) -> list[Setting]:
         if above.startswith("# "):
             group = above[2:].strip().capitalize()
         name = node.target.id
-        if isinstance(types[name], type) and issubclass(types[name], SettingsPart):
+        if is_part(types[name]):
             found += settings_of(types[name])
             continue
         found.append(
@@ -90,10 +89,10 @@ def _entry(setting: Setting, heading: str, names: Callable[[str], list[tuple[str
 
 def _names(program: Program, *above: str) -> Callable[[str], list[tuple[str, str]]]:
     """Return a function that gives the flag and the variable of a field, by the names of the structs ``above`` it."""
-    by_field = {(*setting.key.split(".")[:-1], setting.path[-1]): setting for setting in program.settings.values()}
+    by_path = {setting.path: setting for setting in program.settings.values()}
 
     def names(field: str) -> list[tuple[str, str]]:
-        setting = by_field[(*above, field)]
+        setting = by_path[(*above, field)]
         return [("Flag", code(setting.flag)), ("Variable", code(program.variable(setting.name)))]
 
     return names
@@ -140,8 +139,10 @@ def controller_page() -> str:
 
 
 def _values(settings: controller_config.ControllerSettings, names: list[str]) -> dict[str, Any]:
-    known = controller_config.PROGRAM.settings
-    return {name: functools.reduce(getattr, known[name].path, settings) for name in names}
+    found = msgspec.structs.asdict(settings)
+    for part in filter(lambda value: isinstance(value, SettingsPart), [*found.values()]):
+        found |= msgspec.structs.asdict(part)
+    return {name: found[name] for name in names}
 
 
 def _login_section() -> str:

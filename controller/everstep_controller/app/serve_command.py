@@ -77,7 +77,7 @@ async def _serve(settings: ControllerSettings) -> int:
         if not settings.tls.tls_certificate and not place.startswith(("127.", "[::1]")):
             log.warning("tokens are sent in plain text on %s: give --tls-certificate and --tls-key", place)
     if not settings.process.name:
-        settings = with_values(settings, {"process": {"name": _unique_name(settings, address)}})
+        settings = with_values(settings, {"name": _unique_name(settings, address)})
     replica = ControllerReplica(
         settings,
         keyring,

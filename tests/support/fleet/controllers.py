@@ -35,7 +35,7 @@ from everstep.wire.v1.directives import Directive
 from everstep.wire.v1.training import AnyReport, JobSpec, LauncherJoined
 from everstep_controller.app.controller import Controller
 from everstep_controller.auth.credentials import Keyring
-from everstep_controller.config import PROGRAM, ControllerSettings
+from everstep_controller.config import ControllerSettings
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.leadership.lease_candidate import ElectedState
 from everstep_controller.remediation.remediator import DryRunRemediator, Remediator
@@ -89,7 +89,7 @@ def joined(job: str, at: float, *, nodes: int = 1, launcher: int = 1, **spec: An
 def make_settings(policy: CorePolicy | None = None, **values: Any) -> ControllerSettings:
     """Return settings of the preset ``lab`` for a controller without a secret, with ``values`` by name."""
     settings = ControllerSettings(secret_file="unused", policy=policy or CorePolicy.lab_preset())
-    return with_values(settings, PROGRAM.by_attribute(values))
+    return with_values(settings, values)
 
 
 class InProcess:

@@ -51,7 +51,7 @@ def nested(setting: Setting, value: Any) -> dict[str, Any]:
 def test_setting_has_one_name_in_flag_variable_and_file(program: Program, setting: Setting, tmp_path: Path) -> None:
     text, value = example(setting)
     file = tmp_path / "settings.toml"
-    *tables, key = setting.name.split("_", 1) if "." in setting.key else [setting.name]
+    *tables, key = setting.name.split("_", 1) if len(setting.path) > 1 else [setting.name]
     written = {str: f'"{text}"', Path: f'"{text}"'}.get(setting.type, text if text[0].isdigit() else f'"{text}"')
     if typing.get_origin(setting.type) is tuple:
         written = f'"{text}"'

@@ -500,7 +500,7 @@ def load_options(
     resolved: dict[str, Any] = {
         "job": job,
         "agent_socket": os.path.abspath(agent_socket) if agent_socket else None,  # scripts may change their directory
-        "checkpoints": {"spill_to": spill_to},
+        "spill_to": spill_to,
     }
     if settings.job and settings.vault_linger_s is None:
         resolved["vault_linger_s"] = DEFAULT_LINGER_S

@@ -50,7 +50,7 @@ def test_program_page_has_every_command_and_flag(name: str) -> None:
     ("page", "names"),
     [
         (settings.agent_page, AgentSettings.__struct_fields__),
-        (settings.controller_page, [each.name for each in PROGRAM.settings.values() if "." not in each.key]),
+        (settings.controller_page, [each.name for each in PROGRAM.settings.values() if len(each.path) == 1]),
         (settings.trainer_page, HookSettings.__struct_fields__),
     ],
     ids=["agent", "controller", "trainer"],
