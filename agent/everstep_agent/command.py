@@ -9,12 +9,12 @@ import typer
 
 from everstep.command_line import Flags, Version, make_app, takes_settings
 from everstep_agent.config import PROGRAM
-from everstep_agent.findings import profile_command
+from everstep_agent.node_profile import cli as profile_cli
 
 app = make_app(
     "Run the daemon of one node: it watches the GPUs, keeps checkpoints in memory, and reports to the controller."
 )
-app.add_typer(profile_command.app, name="profile")
+app.add_typer(profile_cli.app, name="profile")
 
 
 @app.callback(invoke_without_command=True, no_args_is_help=False)

@@ -46,8 +46,8 @@ from everstep_agent.drivers.samples import (
     SensorState,
     UnitSample,
 )
-from everstep_agent.findings.profile import ProfileSample
 from everstep_agent.findings.xids import XidEntry, load_xid_table, unknown_xid_entry
+from everstep_agent.node_profile.profile import ProfileSample
 
 POLICY_FOLDER = Path(__file__).parents[1] / "policy"
 

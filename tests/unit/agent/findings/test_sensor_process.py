@@ -13,9 +13,10 @@ import pytest
 from everstep.errors import ConfigurationError
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.vocabulary import Action, Mode, Severity
-from everstep_agent.findings import assessment, profile
+from everstep_agent.findings import assessment
 from everstep_agent.findings.monitor import SensorMonitor, SensorSettings
-from everstep_agent.findings.profile_store import ACCEPT_FILE, order_acceptance
+from everstep_agent.node_profile import profile
+from everstep_agent.node_profile.store import ACCEPT_FILE, order_acceptance
 from tests.support.agents.sensors import BUS, FELL_OFF, Control, RunningMonitor, running_monitor
 
 pytestmark = pytest.mark.slow  # starts processes

@@ -23,11 +23,11 @@ from everstep_agent.drivers.samples import (
     PortRole,
     PortSample,
 )
-from everstep_agent.findings import profile, profile_command
 from everstep_agent.findings.assessment import AssessorState, FindingAssessor, Instant
-from everstep_agent.findings.profile import PROFILED, NodeProfile, ProfileSample, SavedProfile
-from everstep_agent.findings.profile_store import ACCEPT_FILE, PROFILE_FILE, ProfileStore, order_acceptance
 from everstep_agent.findings.rules import load_policy
+from everstep_agent.node_profile import cli, profile
+from everstep_agent.node_profile.profile import PROFILED, NodeProfile, ProfileSample, SavedProfile
+from everstep_agent.node_profile.store import ACCEPT_FILE, PROFILE_FILE, ProfileStore, order_acceptance
 from everstep_agent.sensors.sensor_messages import PollResult
 from tests.support.agents.sensors import BUS
 
@@ -381,10 +381,10 @@ def test_commands_show_the_profile_and_order_to_accept(learned: Node, tmp_path: 
     learned.polls(1)
     stored(tmp_path, learned)
     place = ["--state-dir", str(tmp_path)]
-    shown = CliRunner().invoke(profile_command.app, ["show", *place]).stdout
+    shown = CliRunner().invoke(cli.app, ["show", *place]).stdout
     assert f"{BUS}  {MODEL}  nvlinks_up 18" in shown
     assert "nvlinks_up now 16" in shown
-    assert CliRunner().invoke(profile_command.app, ["accept", *place, BUS, "host"]).exit_code == 0
+    assert CliRunner().invoke(cli.app, ["accept", *place, BUS, "host"]).exit_code == 0
     assert json.loads((tmp_path / ACCEPT_FILE).read_bytes()) == [BUS, "host"]
     (tmp_path / PROFILE_FILE).write_text("{")
-    assert CliRunner().invoke(profile_command.app, ["show", *place]).exit_code == 2
+    assert CliRunner().invoke(cli.app, ["show", *place]).exit_code == 2

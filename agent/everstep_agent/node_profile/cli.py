@@ -11,8 +11,8 @@ import typer
 from everstep.command_line import Flags, make_app, takes_settings
 from everstep.errors import ConfigurationError, exit_on_errors
 from everstep_agent.config import PROGRAM, state_folders
-from everstep_agent.findings.profile import describe
-from everstep_agent.findings.profile_store import PROFILE_FILE, order_acceptance, read_profile
+from everstep_agent.node_profile.profile import describe
+from everstep_agent.node_profile.store import PROFILE_FILE, order_acceptance, read_profile
 
 app = make_app("Show what this node had while it was well, or accept its present state.", completion=False)
 

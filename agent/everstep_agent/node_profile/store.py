@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 
 from everstep.errors import DECODE_ERRORS
-from everstep_agent.findings.profile import PROFILE_VERSION, NodeProfile, SavedProfile
 from everstep_agent.lifecycle import write_atomically
+from everstep_agent.node_profile.profile import PROFILE_VERSION, NodeProfile, SavedProfile
 
 logger = logging.getLogger(__name__)
 
