@@ -31,14 +31,14 @@ from everstep.wire.v1.node_status import (
     HEALTH_FILE,
     DescribeNode,
     FleetJoined,
-    GpusReleased,
     JoinFleet,
     LocalAnswer,
     LocalRequest,
     LogBundleMade,
     MakeLogBundle,
     NodeStatus,
-    ReleaseGpus,
+    NvmlPauseSet,
+    SetNvmlPause,
 )
 from everstep.wire.v1.training import AnyReport, FindingCleared, FindingRaised, RankProgress
 from everstep_agent.config import (
@@ -89,10 +89,10 @@ SELF_CHECK_INTERVAL_S = 1.0
 
 LOOP_RESTART_S = 0.5
 
-RELEASE_TIMEOUT_S = 10.0
+NVML_CLOSE_TIMEOUT_S = 10.0
 """Seconds in which the sensors must have closed NVML."""
 
-RELEASE_CHECK_S = 0.1
+NVML_CLOSE_CHECK_S = 0.1
 
 
 class ReadyFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -452,7 +452,7 @@ class Supervisor:
                 return LogBundleMade(path=str(path), size_bytes=path.stat().st_size)
             case JoinFleet():
                 return await self._join(request)
-            case ReleaseGpus():
+            case SetNvmlPause():
                 return await self._pause_nvml(request.seconds)
 
     def _describe_status(self) -> NodeStatus:
@@ -503,19 +503,19 @@ class Supervisor:
             f"settings too, in place of --standalone: {settings.run_dir / JOINED_FILE} may not survive a reboot."
         )
 
-    async def _pause_nvml(self, seconds: float) -> GpusReleased:
+    async def _pause_nvml(self, seconds: float) -> NvmlPauseSet:
         """Have NVML closed, and wait until it is. Raises Unavailable if a call keeps it open."""
         if not seconds:
             self._nvml_pause.end()
-            return GpusReleased(until=0.0)
-        until, deadline = self._nvml_pause.begin(seconds), self._clock.monotonic() + RELEASE_TIMEOUT_S
+            return NvmlPauseSet(until=0.0)
+        until, deadline = self._nvml_pause.begin(seconds), self._clock.monotonic() + NVML_CLOSE_TIMEOUT_S
         asked_at = self._clock.wall()
         while self._clock.monotonic() < deadline:
             report = self._sensor_report or SensorReport()
             is_closed = report.poll.nvml_paused_s is not None and not report.poll.nvml_is_open
             if report.polled_at > asked_at and is_closed and not report.poll.nvml_busy_with:
-                return GpusReleased(until=until)
-            await asyncio.sleep(RELEASE_CHECK_S)
+                return NvmlPauseSet(until=until)
+            await asyncio.sleep(NVML_CLOSE_CHECK_S)
         self._nvml_pause.end()
         raise Unavailable("a call of NVML has not returned, so the agent cannot close it: reboot the node instead")
 

@@ -28,11 +28,11 @@ from everstep.wire.v1.local import DEFAULT_AGENT_SOCKET
 from everstep.wire.v1.node_status import (
     NODE_SOCKET,
     FleetJoined,
-    GpusReleased,
     LocalRequest,
     LogBundleMade,
     NodeHealth,
     NodeStatus,
+    NvmlPauseSet,
 )
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ BUNDLE_TIMEOUT_S = 360.0
 """Seconds to wait for a bundle with the driver's report, which the agent stops after five minutes."""
 JOIN_TIMEOUT_S = 60.0
 """Seconds to wait for an enrolment and the start of a vault."""
-RELEASE_TIMEOUT_S = 15.0
+NVML_PAUSE_TIMEOUT_S = 15.0
 MAX_ANSWER_BYTES = 16 << 20
 
 EXIT_STATUS = {NodeHealth.HEALTHY: 0, NodeHealth.DEGRADED: 1, NodeHealth.UNKNOWN: 2, NodeHealth.UNFIT: 3}
@@ -120,8 +120,8 @@ def pause_nvml(
 ) -> None:
     """Have the agent of this machine close NVML, for a reset of a GPU or a new driver. Returns once it is closed."""
     with reporting_errors():
-        request = node_status.ReleaseGpus(seconds=0.0 if end else seconds)
-        ask_agent(find_run_dir(run_dir), request, GpusReleased, RELEASE_TIMEOUT_S)
+        request = node_status.SetNvmlPause(seconds=0.0 if end else seconds)
+        ask_agent(find_run_dir(run_dir), request, NvmlPauseSet, NVML_PAUSE_TIMEOUT_S)
     console.print("the agent watches GPUs again" if end else f"NVML is closed for {seconds:g} s at most")
 
 

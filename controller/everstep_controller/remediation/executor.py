@@ -60,7 +60,7 @@ _SUPERSEDED_IF_PENDING_BY = {kind: frozenset({opposite}) for kind, opposite in _
 """Later kinds that make an unstarted remediation pointless: for a cordon the opposite; for a repair action the next
 step of the ladder, a person, or the node's return to service. A cordon and its following action coexist, and every
 repair is reported."""
-RELEASE_S = 5.0
+NVML_CLOSE_S = 5.0
 """Seconds between the decision to reset a GPU and the request. The node's agent was told to close NVML, which blocks
 the reset, and takes two seconds."""
 NOT_CONFIRMED = "the remediation was not confirmed"
@@ -96,7 +96,7 @@ class RemediationExecutor:
     # Seconds, by kind, until an unconfirmed remediation is given up.
     patience_s: Mapping[RemediationKind, float] = field(default_factory=lambda: PATIENCE_S)
     # Seconds before the request to reset a GPU.
-    release_s: float = RELEASE_S
+    nvml_close_s: float = NVML_CLOSE_S
 
     def __post_init__(self, rows: Iterable[RemediationRow]) -> None:
         self._queues: dict[str, deque[RemediationRow]] = {}
@@ -171,7 +171,7 @@ class RemediationExecutor:
         if remediation.kind not in self.remediator.kinds:
             return f"{self.remediator.name} cannot {remediation.kind.replace('_', ' ')}"
         if remediation.kind is RemediationKind.RESET_GPU and not (check_first or self.remediator.dry_run):
-            await asyncio.sleep(self.release_s)
+            await asyncio.sleep(self.nvml_close_s)
         patience_s = self.patience_s[remediation.kind]
         end = request_until = math.inf
         if remediation.deadline:

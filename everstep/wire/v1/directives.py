@@ -133,7 +133,7 @@ class RunProbe(Message, frozen=True, kw_only=True, tag=True):
     kind: ProbeKind = ProbeKind.ALL_REDUCE
 
 
-MAX_RELEASE_S = 3600.0
+MAX_NVML_PAUSE_S = 3600.0
 """Longest time in seconds for which an agent closes NVML: a lost controller must not blind a node."""
 
 
@@ -141,7 +141,7 @@ class PauseNvml(Message, frozen=True, kw_only=True, tag=True):
     """Close NVML for ``seconds`` from now, since an open handle blocks the reset of a GPU; 0 opens it again. Sent only
     to agents whose ``Register`` says that they take it: earlier ones cannot read it."""
 
-    seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_RELEASE_S)]
+    seconds: Annotated[float, msgspec.Meta(ge=0, le=MAX_NVML_PAUSE_S)]
 
 
 AnyDirective = NewGeneration | KillRank | StopJob | VersionNotice | SpillVersion | ProtectVersion | RunProbe | PauseNvml

@@ -55,14 +55,14 @@ class JoinFleet(Request, frozen=True, kw_only=True, tag=True):
     client_key: ShortText = ""
 
 
-class ReleaseGpus(Request, frozen=True, kw_only=True, tag=True):
+class SetNvmlPause(Request, frozen=True, kw_only=True, tag=True):
     """Have the agent close NVML for ``seconds``, so that a GPU can be reset or the driver be replaced; 0 ends that.
-    Answer: GpusReleased, once NVML is closed."""
+    Answer: NvmlPauseSet, once NVML is closed."""
 
     seconds: Annotated[float, msgspec.Meta(ge=0, le=3600)]
 
 
-LocalRequest = DescribeNode | MakeLogBundle | JoinFleet | ReleaseGpus
+LocalRequest = DescribeNode | MakeLogBundle | JoinFleet | SetNvmlPause
 
 
 class GpuSummary(Message, frozen=True, kw_only=True):
@@ -130,7 +130,7 @@ class FleetJoined(Message, frozen=True, kw_only=True, tag=True):
     sentence: ShortText
 
 
-class GpusReleased(Message, frozen=True, kw_only=True, tag=True):
+class NvmlPauseSet(Message, frozen=True, kw_only=True, tag=True):
     """NVML is closed until the time ``until`` (wall seconds); 0: it is opened again."""
 
     until: float
@@ -142,4 +142,4 @@ class LocalRefusal(Message, frozen=True, kw_only=True, tag=True):
     message: ShortText
 
 
-LocalAnswer = NodeStatus | LogBundleMade | FleetJoined | GpusReleased | LocalRefusal
+LocalAnswer = NodeStatus | LogBundleMade | FleetJoined | NvmlPauseSet | LocalRefusal

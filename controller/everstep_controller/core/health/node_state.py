@@ -102,11 +102,11 @@ def start_remediation(transition: Transition, node: str, action: Action, sentenc
     fleet.remediation_times = append_time(fleet.remediation_times, now, policy.remediation.fleet_window_s)
     due = now + policy.remediation.timeout_s
     if action is Action.RESET_GPU:
-        _release_nvml(transition, node, min(policy.remediation.timeout_s, RESET_S))
+        _pause_nvml(transition, node, min(policy.remediation.timeout_s, RESET_S))
     return _request_remediation(transition, node, REMEDIATION_KINDS[action], sentence, due=due)
 
 
-def _release_nvml(transition: Transition, node: str, seconds: float) -> None:
+def _pause_nvml(transition: Transition, node: str, seconds: float) -> None:
     """Have the node's agent close NVML for a reset; 0 seconds: open it again."""
     if transition.state.nodes[node].identity.takes_nvml_pause:
         transition.send(node, PauseNvml(seconds=seconds))
@@ -292,7 +292,7 @@ def handle_remediation_finished(transition: Transition, event: RemediationFinish
     if plan is not None and plan.pending_remediation_id == event.remediation_id:
         plan.pending_remediation_id = ""
         if plan.ladder[plan.ladder_step] is Action.RESET_GPU:
-            _release_nvml(transition, event.node, 0.0)
+            _pause_nvml(transition, event.node, 0.0)
         if event.dry_run:
             note_dry_run(record)
         if record.state is not NodeState.QUARANTINED:

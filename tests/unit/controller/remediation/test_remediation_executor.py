@@ -15,7 +15,7 @@ from everstep_controller.auth.credentials import Keyring
 from everstep_controller.core.effects import Remediation, RemediationKind
 from everstep_controller.leadership.lease import NotLeadingError
 from everstep_controller.remediation.alerts import AlertNotifier
-from everstep_controller.remediation.executor import RELEASE_S, RemediationExecutor
+from everstep_controller.remediation.executor import NVML_CLOSE_S, RemediationExecutor
 from everstep_controller.remediation.kubernetes import KubernetesRemediator
 from everstep_controller.remediation.remediator import DryRunRemediator
 from everstep_controller.remediation.service import CordonObserver
@@ -134,7 +134,7 @@ def test_reset_waits_until_agents_have_closed_nvml(monkeypatch: pytest.MonkeyPat
         remediator.kinds, remediator.dry_run = frozenset({RemediationKind.RESET_GPU}), dry_run
         run_executor(remediator, RecordedTransactions(), requested_row(1, RemediationKind.RESET_GPU))
         assert remediator.applied == ["n1-a1"]
-        assert waits.count(RELEASE_S) == 1, "a dry run waits for nothing"
+        assert waits.count(NVML_CLOSE_S) == 1, "a dry run waits for nothing"
 
 
 def test_unstarted_remediation_is_superseded_on_its_node() -> None:
