@@ -60,8 +60,19 @@ FABRIC_HEALTHY = 2 | 2 << 2 | 2 << 4 | 2 << 6 | 1 << 8
 """A health mask of the fabric without faults: no to four flags, and no incorrect configuration (nvml.h)."""
 
 
-class VirtualGpu(StrictScenarioStruct, frozen=True, kw_only=True):
-    """One GPU; the defaults are a healthy H100 SXM5 at moderate load. None means that NVML reports "not supported"."""
+class VirtualPciErrors(StrictScenarioStruct, frozen=True, kw_only=True):
+    """PCIe errors of one device, as the kernel counts them."""
+
+    aer_corrected: int = 0
+    aer_nonfatal: int = 0
+    aer_fatal: int = 0
+
+
+# The parts of a GPU. msgspec cannot join structs that have fields, so each part extends the one before it.
+
+
+class GpuIdentity(VirtualPciErrors, frozen=True, kw_only=True):
+    """The names by which a GPU is known, and its size."""
 
     name: str = "NVIDIA H100 80GB HBM3"
     uuid: str = ""
@@ -71,6 +82,10 @@ class VirtualGpu(StrictScenarioStruct, frozen=True, kw_only=True):
     vbios: str = "96.00.74.00.01"
     inforom: str = "G520.0200.00.05"
     memory_bytes: int = 85_520_809_984
+
+
+class GpuFaults(GpuIdentity, frozen=True, kw_only=True):
+    """How a GPU and the calls about it fail."""
 
     hang: bool = False  # every call blocks until this is reset
     lost: bool = False  # every call reports a lost GPU
@@ -82,21 +97,43 @@ class VirtualGpu(StrictScenarioStruct, frozen=True, kw_only=True):
     frozen: bool = False  # the energy counter stands still
     xid: int | None = None  # the XID to raise, in the kernel log and as an NVML event, when this value changes
     reset_at: float = 0.0  # wall time in seconds of the last reset, which restarted the counters
+    recovery_action: int | None = 0
+
+
+class GpuSettings(GpuFaults, frozen=True, kw_only=True):
+    """What an administrator sets on a GPU."""
+
+    power_limit_w: float = 700.0
+    power_limit_default_w: float = 0.0  # 0: the scenario's power_limit_w
+    ecc_mode: tuple[int, int] | None = (1, 1)  # current and pending
+    mig_mode: tuple[int, int] | None = (0, 0)
+    persistence_mode: int | None = 1
+
+
+class GpuLoad(GpuSettings, frozen=True, kw_only=True):
+    """How hot and how busy a GPU is."""
 
     temperature_c: int = 45
     memory_temperature_c: int | None = 52
     slowdown_c: int = 87
     memory_limit_c: int | None = 95
     power_w: float = 320.0
-    power_limit_w: float = 700.0
-    power_limit_default_w: float = 0.0  # 0: the scenario's power_limit_w
     sm_clock_mhz: int = 1980
     memory_clock_mhz: int = 2619
     throttle_reasons: int = 0
     memory_used_bytes: int = 0
+    memory_reserved_bytes: int = 0
     gpu_utilization: Fraction = 0.0
     memory_utilization: Fraction = 0.0
-    recovery_action: int | None = 0
+    gpm: bool = True  # whether the GPU counts its activity
+    tensor_activity: Fraction = 0.0
+    encoder_utilization: Fraction = 0.0
+    processes: int = 0
+    graphics_processes: int = 0
+
+
+class GpuMemoryErrors(GpuLoad, frozen=True, kw_only=True):
+    """Errors of a GPU's memory, and the repairs that they led to."""
 
     ecc_corrected: int = 0  # of DRAM
     ecc_uncorrected: int = 0  # of DRAM
@@ -112,15 +149,22 @@ class VirtualGpu(StrictScenarioStruct, frozen=True, kw_only=True):
     banks_without_spare_rows: int = 0
     retired_pages: int | None = None
     retired_pages_pending: bool = False
-    ecc_mode: tuple[int, int] | None = (1, 1)  # current and pending
-    mig_mode: tuple[int, int] | None = (0, 0)
-    persistence_mode: int | None = 1
+
+
+class GpuPcieLink(GpuMemoryErrors, frozen=True, kw_only=True):
+    """A GPU's link to the host."""
+
     pcie_replays: int = 0
     pcie_fatal_errors: int = 0
     pcie_generation: int = 5
     pcie_generation_max: int = 5
     pcie_width: int = 16
     pcie_width_max: int = 16
+
+
+class GpuNvlinks(GpuPcieLink, frozen=True, kw_only=True):
+    """A GPU's links to other GPUs, and the fabric that they form."""
+
     nvlinks: int = 18
     nvlinks_down: int = 0
     nvlink_version: int = 4  # 5: Blackwell, which has other counters
@@ -128,26 +172,21 @@ class VirtualGpu(StrictScenarioStruct, frozen=True, kw_only=True):
     nvlink_recovery_failures: int = 0  # of link 0
     links: dict[str, VirtualLink] = {}  # what single links count, by number
     nvlink_far_device: int = 2  # 0: the links lead to GPUs; 2: to NVSwitches
+    nvlink_kib: int = 0  # sent by all links, and received as well
+    unreachable_gpus: tuple[int, ...] = ()  # indices of GPUs that this one does not reach over NVLink
     fabric_state: int | None = 3  # 0 not supported, 1 not started, 2 in progress, 3 completed
     fabric_status: int = 0  # NVML error with which joining the fabric ended
     fabric_clique: int = 0
     fabric_health: int = FABRIC_HEALTHY  # NVML's health mask
     c2c_links: int = 0
     c2c_links_down: int = 0
-    unreachable_gpus: tuple[int, ...] = ()  # indices of GPUs that this one does not reach over NVLink
-    gpm: bool = True  # whether the GPU counts its activity
-    tensor_activity: Fraction = 0.0
-    encoder_utilization: Fraction = 0.0
-    memory_reserved_bytes: int = 0
-    nvlink_kib: int = 0  # sent by all links, and received as well
-    processes: int = 0
-    graphics_processes: int = 0
-    aer_corrected: int = 0  # PCIe errors, as the kernel counts them
-    aer_nonfatal: int = 0
-    aer_fatal: int = 0
 
 
-class VirtualPort(StrictScenarioStruct, frozen=True, kw_only=True):
+class VirtualGpu(GpuNvlinks, frozen=True, kw_only=True):
+    """One GPU; the defaults are a healthy H100 SXM5 at moderate load. None means that NVML reports "not supported"."""
+
+
+class VirtualPort(VirtualPciErrors, frozen=True, kw_only=True):
     """One network port. ``address``, ``pci_bus_id``, ``board`` and ``firmware`` identify it to a vendor."""
 
     kind: Literal["infiniband", "ethernet"] = "infiniband"
@@ -171,9 +210,6 @@ class VirtualPort(StrictScenarioStruct, frozen=True, kw_only=True):
     errors: int = 0  # symbol errors of InfiniBand, receive errors of Ethernet
     counters: dict[str, int] = {}  # further counters, by the kernel's names
     link_downs: int = 0
-    aer_corrected: int = 0  # PCIe errors, as the kernel counts them
-    aer_nonfatal: int = 0
-    aer_fatal: int = 0
 
     def __post_init__(self) -> None:
         """Raise ValueError for a counter that no sensor reads."""
@@ -242,14 +278,19 @@ def _named(struct: Callable[[], T], *names: str) -> Callable[[], dict[str, T]]:
     return lambda: {name: struct() for name in names}
 
 
-class VirtualHost(StrictScenarioStruct, frozen=True, kw_only=True):
-    """The machine around the GPUs."""
+class HostIdentity(StrictScenarioStruct, frozen=True, kw_only=True):
+    """The machine's names and its kernel."""
 
     vendor: HardwareText = "NVIDIA"
     product: HardwareText = "DGXH100"
     serial: HardwareText = ""
     chassis_serial: HardwareText = ""
     kernel: HardwareText = "5.15.0-1046-nvidia"
+
+
+class HostLoad(HostIdentity, frozen=True, kw_only=True):
+    """The machine's size, and how busy it is."""
+
     uptime_s: float = 86_400.0
     memory_available_fraction: Fraction = 0.9
     memory_total_bytes: int = 2 << 40
@@ -262,6 +303,11 @@ class VirtualHost(StrictScenarioStruct, frozen=True, kw_only=True):
     memory_pressure: Fraction = 0.0
     io_pressure: Fraction = 0.05
     open_files_fraction: Fraction = 0.01
+
+
+class VirtualHost(HostLoad, frozen=True, kw_only=True):
+    """The machine around the GPUs, with its storage, its units and the records of the boot before."""
+
     free_fraction: Fraction = 0.5
     free_inode_fraction: Fraction | None = 0.9
     free_shared_memory_fraction: Fraction = 0.9  # of what the vault leaves in /dev/shm
