@@ -20,7 +20,7 @@ import types
 import typing
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
@@ -240,14 +240,22 @@ def field_docs(kind: type) -> dict[str, str]:
     """Return the docstrings below the fields of a class and of its bases, as written in the source."""
     docs: dict[str, str] = {}
     for each in reversed(kind.__mro__):
-        if each is object or each.__module__.startswith("msgspec"):
-            continue
-        tree = ast.parse(inspect.getsource(sys.modules[each.__module__]))
-        (body,) = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name == each.__name__]
-        for node, below in itertools.pairwise(body):
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(below, ast.Expr):
-                docs[node.target.id] = inspect.cleandoc(str(ast.literal_eval(below.value)))
+        if each is not object and not each.__module__.startswith("msgspec"):
+            docs |= _docs_by_class(each.__module__)[each.__name__]
     return docs
+
+
+@cache
+def _docs_by_class(module: str) -> dict[str, dict[str, str]]:
+    """Return the docstrings below fields by class and field. One parse serves all classes of a module."""
+    body = ast.parse(inspect.getsource(sys.modules[module])).body
+    return {each.name: dict(_docs_below(each.body)) for each in body if isinstance(each, ast.ClassDef)}
+
+
+def _docs_below(body: Iterable[ast.stmt]) -> Iterator[tuple[str, str]]:
+    for node, below in itertools.pairwise(body):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(below, ast.Expr):
+            yield node.target.id, inspect.cleandoc(str(ast.literal_eval(below.value)))
 
 
 # ---- variables that look like settings but are not

@@ -33,13 +33,13 @@ async def serve(settings: AgentSettings, parent: int) -> None:
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, stop.set)
-    if settings.die_with_parent:
+    if settings.shutdown.die_with_parent:
         # A signal of its own: when it arrives, the dying parent may still exist with its last threads.
         loop.add_signal_handler(signal.SIGHUP, lose_parent)
         die_with_parent(parent, signal.SIGHUP)
         if os.getppid() != parent:
             lose_parent()  # before taking any lock that the next agent waits for
-    if settings.join_token_file is not None and settings.controllers:
+    if settings.credentials.join_token_file is not None and settings.controllers:
         # Imports an HTTP client, which an enrolled agent does not need.
         from everstep_agent.uplink.credentials import ensure_token
 
@@ -84,7 +84,7 @@ def main() -> None:
     flags = read_flags()
     with exit_on_errors("everstep-agent"):
         settings = load_settings(flags, os.environ)
-        log_to_stderr(settings.log_format, settings.log_level)
+        log_to_stderr(settings.logs.log_format, settings.logs.log_level)
         asyncio.run(serve(settings, parent))
 
 

@@ -24,7 +24,7 @@ from everstep.errors import ConfigurationError, Unavailable
 from everstep.host.private_files import private_directory
 from everstep.vocabulary import Finding
 from everstep.wire.framing import SUPPORTED_VERSIONS
-from everstep.wire.v1.agent import Domain, GpuGauges
+from everstep.wire.v1.agent import GpuGauges
 from everstep.wire.v1.directives import Directive, PauseNvml, ProtectVersion, RunProbe, SpillVersion, VersionNotice
 from everstep.wire.v1.local import Welcome, WrongProduct
 from everstep.wire.v1.node_status import (
@@ -45,7 +45,6 @@ from everstep_agent.config import (
     JOINED_FILE,
     AgentSettings,
     join_settings,
-    parse_labels,
     parse_listen_address,
     read_token,
 )
@@ -110,13 +109,14 @@ class ReadyFile(msgspec.Struct, frozen=True, kw_only=True):
 
 def make_welcome(settings: AgentSettings) -> Welcome:
     """Return the agent's first frame to launchers and ranks."""
+    ca_file = settings.credentials.ca_file
     return Welcome(
         protocol=max(SUPPORTED_VERSIONS),
         node=settings.node,
         vault_socket=str(settings.vault_socket.absolute()),
-        rank_heartbeat_interval_s=settings.tick_interval_s,
+        rank_heartbeat_interval_s=settings.ranks.tick_interval_s,
         controllers=settings.controllers,
-        ca_file=str(settings.ca_file.absolute()) if settings.ca_file is not None else "",
+        ca_file=str(ca_file.absolute()) if ca_file is not None else "",
     )
 
 
@@ -137,9 +137,10 @@ class Supervisor:
     """
 
     def __init__(self, settings: AgentSettings, clock: Clock, parent_exited: asyncio.Event) -> None:
-        read_token(settings.token_file, "agent token")  # before any write, so that a wrong path leaves no files behind
+        # This comes before any write, so that a wrong path leaves no files behind.
+        read_token(settings.credentials.token_file, "agent token")
         self._settings = settings
-        self._domain = Domain(rack=settings.rack, switch=settings.switch, power=settings.power_domain)
+        self._domain = settings.placement.domain
         self._clock = clock
         self._parent_exited = parent_exited
         self._directory = AgentRunDirectory(settings.run_dir)
@@ -147,19 +148,19 @@ class Supervisor:
             self._sensors = SensorMonitor(
                 SensorSettings(
                     node=settings.node,
-                    expected_gpus=settings.expected_gpus,
-                    virtual=settings.virtual,
-                    virtual_control=str(settings.virtual_control or ""),
+                    expected_gpus=settings.hardware.expected_gpus,
+                    virtual=settings.hardware.virtual,
+                    virtual_control=str(settings.hardware.virtual_control or ""),
                     virtual_folder=str((settings.run_dir / "virtual-machine").absolute()),
-                    sysfs_root=str(settings.sysfs_root),
-                    kernel_log=settings.kernel_log_path,
+                    sysfs_root=str(settings.hardware.sysfs_root),
+                    kernel_log=settings.hardware.kernel_log_path,
                     state_path=str(settings.run_dir / "sensors.state"),
-                    reads_gpm=settings.dcgm_names,
+                    reads_gpm=settings.metrics.dcgm_names,
                     pause_file=str(settings.run_dir / NVML_PAUSE_FILE),
                     profile_folder=str(_prepared_state_dir(settings)),
-                    site_policy=settings.site_policy,
-                    disk_paths=settings.watch_paths,
-                    watch_units=settings.watch_units,
+                    site_policy=settings.watch.site_policy,
+                    disk_paths=settings.watch.watch_paths,
+                    watch_units=settings.watch.watch_units,
                     vault_folder=str(settings.resolved_segment_dir.absolute()),
                 ),
                 clock,
@@ -184,9 +185,9 @@ class Supervisor:
         self._orders = VaultOrderRunner(settings.node, self._vault, self.report, clock)
         self._spool = Spool(
             settings.run_dir / "reports.spool",
-            max_reports=settings.spool_max_reports,
-            max_bytes=settings.spool_max_bytes,
-            batch_window_s=settings.report_batch_window_s,
+            max_reports=settings.reports.spool_max_reports,
+            max_bytes=settings.reports.spool_max_bytes,
+            batch_window_s=settings.reports.report_batch_window_s,
         )
         self._heartbeat_protocol = HeartbeatProtocol(settings.node, self.incarnation, __version__)
         self._uplink: Uplink | None = None  # None while the agent runs standalone
@@ -197,13 +198,14 @@ class Supervisor:
             settings.node,
             clock,
             self,
-            exit_grace_s=settings.exit_grace_s,
-            stopped_after_s=settings.stopped_after_s,
-            unresponsive_after_s=settings.unresponsive_after_s,
-            oom_kills=OomKills(clock, settings.kernel_log_path),
+            exit_grace_s=settings.ranks.exit_grace_s,
+            stopped_after_s=settings.ranks.stopped_after_s,
+            unresponsive_after_s=settings.ranks.unresponsive_after_s,
+            oom_kills=OomKills(clock, settings.hardware.kernel_log_path),
         )
-        service = open_service(settings.notices, settings.notices_url)
-        pace = settings.notice_poll_s, settings.notice_lead_s
+        sources = settings.notice_sources
+        service = open_service(sources.notices, sources.notices_url)
+        pace = sources.notice_poll_s, sources.notice_lead_s
         self._notices = NoticeWatch(service, settings.run_dir, *pace, clock, self._on_notices)
         self._socket_server = AgentSocketServer(
             settings.agent_socket, make_welcome(settings), self._jobs, settings.max_connections
@@ -241,7 +243,7 @@ class Supervisor:
         await self._vault.start()
         await self._socket_server.start()
         self._start_task(self._keep_running("vault", self._vault.run))
-        watch = partial(self._socket_server.watch_silence, self._settings.tick_interval_s / 2)
+        watch = partial(self._socket_server.watch_silence, self._settings.ranks.tick_interval_s / 2)
         self._start_task(self._keep_running("silence watch", watch))
 
     async def _keep_running(self, name: str, loop: Callable[[], Awaitable[None]]) -> None:
@@ -288,9 +290,9 @@ class Supervisor:
         """Return whether a process may come back for the vault's contents."""
         if not self._vault.has_segments():
             return False
-        if self._settings.vault_survives_kill_of == "parent" and self._parent_exited.is_set():
+        if self._settings.shutdown.vault_survives_kill_of == "parent" and self._parent_exited.is_set():
             return True
-        return not (self._settings.die_with_parent or self._settings.stop_vault_on_exit)
+        return not (self._settings.shutdown.die_with_parent or self._settings.shutdown.stop_vault_on_exit)
 
     async def _run_self_checks(self) -> None:
         while True:
@@ -386,7 +388,7 @@ class Supervisor:
             boot_id=poll.boot_id,
             driver_version=poll.driver_version,
             domain=self._domain,
-            labels=parse_labels(self._settings),
+            labels=self._settings.placement.parse_labels(),
             gpus=poll.known_gpus,
             host=poll.host_identity,
             takes_nvml_pause=True,
@@ -484,11 +486,11 @@ class Supervisor:
         self._is_joining = True
         try:
             settings = join_settings(self._settings, request)
-            if settings.join_token_file is not None and settings.token_file and not settings.token_file.exists():
+            if settings.credentials.has_to_enrol:
                 from everstep_agent.uplink.credentials import enrol  # imports what an enrolled agent does not need
 
                 await asyncio.to_thread(enrol, settings)
-            read_token(settings.token_file, "agent token")
+            read_token(settings.credentials.token_file, "agent token")
             uplink = Uplink(settings, self._heartbeat_protocol, self._spool, self, self._clock)
             await self._serve_jobs()
             write_atomically(settings.run_dir / JOINED_FILE, request)
@@ -531,18 +533,18 @@ class Supervisor:
             node=self._settings.node,
             reason=reason,
             parts=parts,
-            kernel_log=self._settings.kernel_log_path,
+            kernel_log=self._settings.hardware.kernel_log_path,
             state_file=str(self._settings.run_dir / "sensors.state"),
-            has_bug_report=self._settings.bundle_bug_report,
+            has_bug_report=self._settings.bundles.bundle_bug_report,
         )
 
     # Metrics
 
     def _metrics_token_file(self) -> Path | None:
-        return self._settings.metrics_token_file or self._settings.token_file
+        return self._settings.metrics.metrics_token_file or self._settings.credentials.token_file
 
     def _start_metrics(self) -> None:
-        if not self._settings.metrics_listen:
+        if not self._settings.metrics.metrics_listen:
             return
         # Imported late: costs 2 MiB that an agent without /metrics does not need.
         from everstep_agent.metrics import AgentCollector, MetricsServer
@@ -550,8 +552,8 @@ class Supervisor:
         def read_metrics() -> AgentMetrics:  # in the thread that serves a scrape
             return asyncio.run_coroutine_threadsafe(self._read_metrics(), self._loop).result(1.5)
 
-        collector = AgentCollector(read_metrics, dcgm_names=self._settings.dcgm_names)
-        host, port = parse_listen_address(self._settings.metrics_listen)
+        collector = AgentCollector(read_metrics, dcgm_names=self._settings.metrics.dcgm_names)
+        host, port = parse_listen_address(self._settings.metrics.metrics_listen)
         file = self._metrics_token_file()
         token = None if file is None else partial(read_token, file, "metrics token")
         self._metrics = MetricsServer(host, port, token, collector, self._clock)

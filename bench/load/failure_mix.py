@@ -23,7 +23,7 @@ FACES = {
 }
 """For each cause of the failure table the faults by which it shows, all equally likely.
 
-The XIDs are those of NVIDIA's catalogue (agent/everstep_agent/findings/xids.csv).
+The XIDs are those of NVIDIA's catalogue (agent/everstep_agent/policy/xids.csv).
 """
 _KINDS = {"gpu_lost": "faulty_gpu", "hbm3": "hbm3", "gpu_sram": "gpu_sram", "thermal": "thermal"}
 

@@ -23,7 +23,7 @@ from rich.table import Table
 from bench.sensors import cost, latency, noise
 from bench.sensors.events import Outcome, load_rows, run_row
 from bench.table import WIDTH_IN_A_FILE, Row, finish, parser_of
-from everstep_agent.findings.rules import load_policy
+from everstep_agent.policy.rules import load_policy
 
 KINDS: dict[str, Callable[[Outcome], bool]] = {
     "harmless events": lambda outcome: not outcome.row.fault,

@@ -12,7 +12,7 @@ from pathlib import Path
 from bench.sensors.events import load_machine
 from bench.sensors.node import MEMORY_FOLDER, BenchNode
 from bench.table import Row
-from everstep_agent.findings.rules import load_policy
+from everstep_agent.policy.rules import load_policy
 from everstep_agent.virtual.scenario import DGX_BUS_IDS
 from examples.demo.world import World, wait_for
 

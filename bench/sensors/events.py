@@ -14,8 +14,8 @@ import msgspec
 from bench.sensors.node import MEMORY_FOLDER, BenchNode
 from everstep.settings import load_toml
 from everstep.vocabulary import Action, Finding, Mode, Severity
-from everstep_agent.findings.rules import FindingPolicy, load_policy
 from everstep_agent.node_profile.profile import LEARN_S, MAX_STEP_S, SavedProfile
+from everstep_agent.policy.rules import FindingPolicy, load_policy
 from everstep_agent.virtual.scenario import Scenario, load_scenario
 
 EVENT_FOLDER = Path(__file__).parents[1] / "sensor_events"

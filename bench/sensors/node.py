@@ -16,8 +16,8 @@ import msgspec
 from everstep.vocabulary import Finding
 from everstep_agent.drivers.kmsg import KernelLog
 from everstep_agent.findings.assessment import AssessorState, FindingAssessor, Instant
-from everstep_agent.findings.rules import FindingPolicy
 from everstep_agent.node_profile.profile import NodeProfile, SavedProfile
+from everstep_agent.policy.rules import FindingPolicy
 from everstep_agent.sensors import sampler
 from everstep_agent.sensors.sensor_messages import ACTIVITY_BYTES, PollResult, SensorConfig
 from everstep_agent.virtual import virtual_nvml

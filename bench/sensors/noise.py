@@ -31,8 +31,8 @@ from bench.table import Row
 from everstep.vocabulary import Finding, Mode, Severity
 from everstep_agent.drivers.samples import GpuSample, LinkSample, PortSample
 from everstep_agent.findings.assessment import PROFILE_INTERVAL_S, AssessorState, FindingAssessor, Instant
-from everstep_agent.findings.rules import FindingPolicy
 from everstep_agent.node_profile.profile import NodeProfile, SavedProfile
+from everstep_agent.policy.rules import FindingPolicy
 from everstep_agent.sensors.sensor_messages import PollResult
 
 DAY_S = 86_400.0

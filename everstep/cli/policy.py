@@ -38,7 +38,7 @@ app = make_app("Show and explain the policy, and check or try a change of it.")
 
 T = TypeVar("T")
 
-AGENT_PROGRAM = "everstep_agent.findings.policy_report"
+AGENT_PROGRAM = "everstep_agent.policy.report"
 CONTROLLER_PROGRAM = "everstep_controller.app.explain_command"
 
 AGENT_SECTIONS = {"line", "benign", "xid", "xid_clearing"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from everstep.vocabulary import Action, FindingKind, Mode, Severity
-from everstep_agent.findings.rules import FindingRule as AgentRule
-from everstep_agent.findings.rules import load_policy
+from everstep_agent.policy.rules import FindingRule as AgentRule
+from everstep_agent.policy.rules import load_policy
 from everstep_controller.core.policy import VerdictRule
 from everstep_controller.policy.rulebook import shipped_rulebook
 from tools.docs_site.markdown import code, sentence, table

@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from everstep.vocabulary import Action, Mode, Severity
 from everstep_agent.findings.kernel_lines import MAX_LINE_FINDINGS, SXID_TOTAL
 from everstep_agent.findings.memory_errors import SETTLE_S
-from everstep_agent.findings.nvlink_errors import load_nvlink5_rules, load_register_bits, register_judgement
-from everstep_agent.findings.rules import BenignLine, FindingRule, KernelLineRule, load_policy
-from everstep_agent.findings.sxids import load_sxid_table, sxid_rule
-from everstep_agent.findings.xids import load_xid_table, unknown_xid_entry
 from everstep_agent.node_profile.profile import COUNTS, LEARN_S, PROFILED, STEADY_S
+from everstep_agent.policy.nvlink_errors import load_nvlink5_rules, load_register_bits, register_judgement
+from everstep_agent.policy.rules import BenignLine, FindingRule, KernelLineRule, load_policy
+from everstep_agent.policy.sxids import load_sxid_table, sxid_rule
+from everstep_agent.policy.xids import load_xid_table, unknown_xid_entry
 from tools.docs_site.markdown import code, table
 
 LINES_METRIC, XIDS_METRIC = "everstep_agent_kernel_lines_total", "everstep_gpu_xids_total"

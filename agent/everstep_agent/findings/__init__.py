@@ -1,5 +1,4 @@
-"""Judge samples: rules over time, XIDs, the findings of this node, and the process that takes the samples.
+"""Judge samples by the rules in ``policy``: the findings of this node, and the process that takes the samples.
 
-Measuring belongs in ``sensors``, what the node has when it is well in ``node_profile``; the rules themselves are data
-in ``policy``.
+Measuring belongs in ``sensors``, and what the node has when it is well in ``node_profile``.
 """

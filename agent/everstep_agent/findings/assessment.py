@@ -24,10 +24,10 @@ from everstep_agent.findings.boot_judgement import EARLIER_BOOT_SUBJECT, judge_e
 from everstep_agent.findings.gpu_peers import compare_gpus
 from everstep_agent.findings.kernel_lines import LineFindings
 from everstep_agent.findings.memory_errors import MemoryErrors
-from everstep_agent.findings.rules import ClearEvent, FindingPolicy, FindingRule, RuleHistory
 from everstep_agent.findings.xid_history import XidHistory, XidRecord, wait_for_job_end
-from everstep_agent.findings.xids import DRAIN_AND_RESET, XidParser, is_known_recovery, recovery_action, recovery_name
 from everstep_agent.node_profile.profile import NodeProfile
+from everstep_agent.policy.rules import ClearEvent, FindingPolicy, FindingRule, RuleHistory
+from everstep_agent.policy.xids import DRAIN_AND_RESET, XidParser, is_known_recovery, recovery_action, recovery_name
 from everstep_agent.sensors.sensor_messages import PollResult
 
 DRIVER_NOT_LOADED = 9

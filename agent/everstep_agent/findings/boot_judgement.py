@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from everstep.vocabulary import Severity
 from everstep_agent.drivers.samples import EarlierBoot, EarlierBootSample
 from everstep_agent.findings.kernel_lines import MAX_SHOWN_LENGTH, LineFindings
-from everstep_agent.findings.rules import FindingPolicy
-from everstep_agent.findings.xids import XidParser
+from everstep_agent.policy.rules import FindingPolicy
+from everstep_agent.policy.xids import XidParser
 
 EARLIER_BOOT_SUBJECT = "earlier-boot"
 MAX_SHOWN_FAULTS = 3

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 import msgspec
 
 from everstep.vocabulary import Action, Finding, FindingKind, Mode, Severity
-from everstep_agent.findings.rules import MAX_PATTERNS_PER_LINE, BenignLine, ClearEvent, FindingPolicy, KernelLineRule
-from everstep_agent.findings.sxids import SXID_MARK, is_sxid_detail, parse_sxid, sxid_rule
+from everstep_agent.policy.rules import MAX_PATTERNS_PER_LINE, BenignLine, ClearEvent, FindingPolicy, KernelLineRule
+from everstep_agent.policy.sxids import SXID_MARK, is_sxid_detail, parse_sxid, sxid_rule
 
 MAX_LINE_FINDINGS = 64
 """Maximum number of active findings from lines, and one more for those that do not fit."""

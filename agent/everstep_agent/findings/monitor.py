@@ -19,9 +19,9 @@ from everstep_agent.drivers import sysfs
 from everstep_agent.drivers.kmsg import KernelLog, LogPosition, is_null_device
 from everstep_agent.drivers.samples import SensorState
 from everstep_agent.findings.assessment import AssessorState, FindingAssessor, Instant
-from everstep_agent.findings.policy_watch import POLICY_CHECK_S, PolicyWatch
 from everstep_agent.lifecycle import end_child, start_child, wait_readable, write_atomically
 from everstep_agent.node_profile.store import ProfileStore
+from everstep_agent.policy.reload import POLICY_CHECK_S, PolicyWatch
 from everstep_agent.sensors.sensor_messages import (
     ACTIVITY_BYTES,
     MAX_POLL_BYTES,

@@ -9,9 +9,9 @@ import msgspec
 from everstep.vocabulary import Action, Finding, FindingKind, Mode, Severity
 from everstep_agent.drivers.samples import XidEvent
 from everstep_agent.findings.memory_errors import XID_UNCORRECTABLE, Containment
-from everstep_agent.findings.nvlink_errors import MAX_LINKS, LinkError, decode_link_error
-from everstep_agent.findings.rules import ClearEvent, FindingPolicy
-from everstep_agent.findings.xids import (
+from everstep_agent.policy.nvlink_errors import MAX_LINKS, LinkError, decode_link_error
+from everstep_agent.policy.rules import ClearEvent, FindingPolicy
+from everstep_agent.policy.xids import (
     DRAIN_AND_RESET,
     XID_RECOVERY_ACTION_CHANGED,
     XidEntry,

@@ -1,1 +1,5 @@
-"""Rules as data (TOML): the sample, the finding, its cure, its end, and the source of each threshold."""
+"""What a sample, a line or an error number means: rules and tables as data, their formats, and a site's changes.
+
+Each TOML rule has its finding, its action, its end, and the source of its threshold; each CSV file is a table of error
+numbers. Judging samples by them belongs in ``findings``.
+"""

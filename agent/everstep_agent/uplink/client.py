@@ -278,10 +278,10 @@ class Uplink:
     # One session
 
     async def _connect(self, url: str) -> ControllerConnection | None:
-        settings, credentials = self._settings, self._credentials
-        timeout_s = self._controllers.connect_timeout_s(url, settings.connect_timeout_s, settings.answer_timeout_s)
+        times, credentials = self._settings.connection, self._credentials
+        timeout_s = self._controllers.connect_timeout_s(url, times.connect_timeout_s, times.answer_timeout_s)
         try:
-            connection = await open_session(url, settings.node, credentials.token(), credentials.tls(), timeout_s)
+            connection = await open_session(url, self._settings.node, credentials.token(), credentials.tls(), timeout_s)
         except EverstepError as error:
             self.outcomes["session", error.code] += 1
             if not isinstance(error, AuthenticationError) or not await credentials.renew():
@@ -300,7 +300,7 @@ class Uplink:
             url=url,
             uniform=self._uniform,
             spread_beat=spread_beat,
-            answer_timeout_s=self._settings.answer_timeout_s,
+            answer_timeout_s=self._settings.connection.answer_timeout_s,
             has_other_controllers=len(self._controllers) > 1,
         )
         started_at = self._clock.monotonic()
@@ -323,7 +323,8 @@ class Uplink:
 
     async def _fetch_succession(self, driver: _SessionDriver) -> None:
         settings, session = self._settings, driver.session
-        found = await fetch_newest_succession(settings.controllers, self._credentials.tls(), settings.connect_timeout_s)
+        timeout_s = settings.connection.connect_timeout_s
+        found = await fetch_newest_succession(settings.controllers, self._credentials.tls(), timeout_s)
         if found is not None and found.epoch > session.unsure_epoch > 0:
             session.succession, session.next_beat_at = found, self._clock.monotonic()
             driver.schedule()
@@ -380,7 +381,8 @@ class Uplink:
             self._controllers.mark_ended(url, self._clock.monotonic(), lasted_s, self._backoff(), self._uniform())
 
     def _backoff(self) -> Backoff:
-        ceiling_s = self._settings.retry_max_busy_s if self._agent.is_busy() else self._settings.retry_max_idle_s
+        connection = self._settings.connection
+        ceiling_s = connection.retry_max_busy_s if self._agent.is_busy() else connection.retry_max_idle_s
         return Backoff(floor_s=min(0.02, ceiling_s), ceiling_s=ceiling_s)
 
     def _mark_unreachable(self, error: EverstepError) -> None:

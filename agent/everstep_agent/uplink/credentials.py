@@ -38,7 +38,7 @@ _SECRET_CHARACTERS = 64
 async def ensure_token(settings: AgentSettings, stop: asyncio.Event) -> None:
     """Enrol if the token file is missing; return once it exists, cannot exist, or ``stop`` is set. Raises
     ConfigurationError if the join token cannot be read, or the token cannot be written."""
-    if settings.join_token_file is None or settings.token_file is None or settings.token_file.exists():
+    if not settings.credentials.has_to_enrol:
         return
     attempt, logged = 0, ""
     while not stop.is_set():
@@ -61,10 +61,11 @@ async def ensure_token(settings: AgentSettings, stop: asyncio.Event) -> None:
 
 async def renew_token(settings: AgentSettings, refused_token: str) -> str:
     """Return the token to try after ``refused_token``: the file's, or a newly enrolled one. Raises EverstepError."""
-    token = read_token(settings.token_file, "agent token")
-    if token == refused_token and settings.join_token_file is not None:
+    files = settings.credentials
+    token = read_token(files.token_file, "agent token")
+    if token == refused_token and files.join_token_file is not None:
         await asyncio.to_thread(enrol, settings)
-        token = read_token(settings.token_file, "agent token")
+        token = read_token(files.token_file, "agent token")
     return token
 
 
@@ -73,15 +74,16 @@ def enrol(settings: AgentSettings) -> None:
     ConfigurationError, EverstepError."""
     from everstep.client import calls, exchange  # most agents have their token and never enrol
 
-    assert settings.token_file is not None
-    join_token = read_token(settings.join_token_file, "join token")
-    secret_file = settings.token_file.with_name(f".{settings.token_file.name}.enrolling")
+    token_file = settings.credentials.token_file
+    assert token_file is not None
+    join_token = read_token(settings.credentials.join_token_file, "join token")
+    secret_file = token_file.with_name(f".{token_file.name}.enrolling")
     secret = _load_or_create_secret(secret_file)
     call = calls.enrol(settings.node, hash_secret(secret))
     tls = tls_context(settings)
     controllers = exchange.Controllers(settings.controllers)
     enrolled = exchange.send_to_leader(controllers, lambda url: _send(url, call, join_token, tls))
-    _write_line(settings.token_file, stored_token(enrolled.credential, secret))
+    _write_line(token_file, stored_token(enrolled.credential, secret))
     secret_file.unlink(missing_ok=True)
     log.info("enrolled as node %s, credential %s", settings.node, enrolled.credential, extra={"node": settings.node})
 
@@ -143,14 +145,14 @@ class AgentCredentials:
         self._settings = settings
         self._clock = clock
         self._next_renewal_at = 0.0
-        self._token = read_token(settings.token_file, "agent token")
+        self._token = read_token(settings.credentials.token_file, "agent token")
         self._loaded_stamps = self._file_stamps()
         self._context = tls_context(settings)
 
     def token(self) -> str:
         """Return the file's token, the previous one while the file cannot be read, or "" for none."""
         try:
-            self._token = read_token(self._settings.token_file, "agent token")
+            self._token = read_token(self._settings.credentials.token_file, "agent token")
         except ConfigurationError as error:
             log.error("%s", error, extra={"node": self._settings.node})
         return self._token
@@ -181,5 +183,6 @@ class AgentCredentials:
             return False
 
     def _file_stamps(self) -> tuple[int, ...]:
-        files = (self._settings.ca_file, self._settings.client_certificate, self._settings.client_key)
+        given = self._settings.credentials
+        files = (given.ca_file, given.client_certificate, given.client_key)
         return tuple(file.stat().st_mtime_ns if file is not None and file.exists() else 0 for file in files)

@@ -38,18 +38,18 @@ from everstep_agent.vault.settings import VaultSettings, encode_settings
 
 def vault_command(settings: AgentSettings, listen: str) -> list[str]:
     """Return the command line of a vault that listens at ``listen`` for other vaults."""
-    die_with_parent = settings.die_with_parent and not settings.vault_survives_kill_of
+    die_with_parent = settings.shutdown.die_with_parent and not settings.shutdown.vault_survives_kill_of
     chosen = VaultSettings(
         node=settings.node,
         run_dir=settings.run_dir.absolute(),
         segment_dir=settings.resolved_segment_dir.absolute(),
         listen=listen,
-        memory_limit=settings.vault_memory_limit_bytes,
+        memory_limit=settings.vault.vault_memory_limit_bytes,
         die_with_parent=die_with_parent,
-        linger_s=None if die_with_parent else settings.vault_linger_s,
-        send_bytes_per_s=settings.vault_send_bytes_per_s,
-        log_format=settings.log_format,
-        log_level=settings.log_level,
+        linger_s=None if die_with_parent else settings.shutdown.vault_linger_s,
+        send_bytes_per_s=settings.vault.vault_send_bytes_per_s,
+        log_format=settings.logs.log_format,
+        log_level=settings.logs.log_level,
     )
     return [sys.executable, "-P", "-m", "everstep_agent.vault.process", encode_settings(chosen)]
 
@@ -223,7 +223,7 @@ class VaultManager:
         return True
 
     async def _spawn(self) -> None:
-        listen = self._settings.vault_listen
+        listen = self._settings.vault.vault_listen
         if self.address and parse_listen_address(listen)[1] == 0 and not self.down_reason.count(";"):
             listen = self.address  # peers know this address and need not learn another
         self._ready_file.unlink(missing_ok=True)

@@ -15,7 +15,7 @@ from everstep.system_clock import SYSTEM_CLOCK
 from everstep_agent.drivers.samples import GpuSample, HostSample
 from everstep_agent.findings.assessment import AssessorState, FindingAssessor, Instant
 from everstep_agent.findings.monitor import SensorMonitor, SensorSettings
-from everstep_agent.findings.rules import FindingPolicy, load_policy
+from everstep_agent.policy.rules import FindingPolicy, load_policy
 from everstep_agent.sensors.sensor_messages import PollResult, SensorReport
 
 BUS = "0000:1b:00"

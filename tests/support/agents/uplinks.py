@@ -89,8 +89,10 @@ class UplinkBench:
             "report_batch_window_s": 0.05,
             "token_file": self.token_file,
         }
-        chosen = AgentSettings(node="n1", controllers=urls, run_dir=self.directory, **{**defaults, **settings})
-        spool = Spool(None, max_reports=5000, max_bytes=8 << 20, batch_window_s=chosen.report_batch_window_s)
+        chosen = AgentSettings.from_values(
+            node="n1", controllers=urls, run_dir=self.directory, **{**defaults, **settings}
+        )
+        spool = Spool(None, max_reports=5000, max_bytes=8 << 20, batch_window_s=chosen.reports.report_batch_window_s)
         node = FakeNode()
         uplink = Uplink(chosen, HeartbeatProtocol("n1", 7, "0.1.0"), spool, node, SYSTEM_CLOCK, uniform)
         running = asyncio.create_task(uplink.run())

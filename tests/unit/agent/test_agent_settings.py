@@ -29,16 +29,24 @@ def parsed(*more: str, **environ: str) -> AgentSettings:
 
 
 def changed(**fields: Any) -> AgentSettings:
-    return msgspec.structs.replace(parsed(), **fields)
+    return parsed().with_values(**fields)
 
 
 def test_settings_prefer_option_over_environment_over_preset() -> None:
     environ = {"EVERSTEP_AGENT_METRICS_LISTEN": "127.0.0.1:1111"}
     production = ("--preset", "production")
-    assert parsed(*production).metrics_listen == PRESETS["production"]["metrics_listen"]
-    assert parsed(*production, **environ).metrics_listen == "127.0.0.1:1111"
-    assert parsed(*production, "--metrics-listen", "127.0.0.1:2", **environ).metrics_listen == "127.0.0.1:2"
-    assert parsed().metrics_listen == "127.0.0.1:0"
+    assert parsed(*production).metrics.metrics_listen == PRESETS["production"]["metrics_listen"]
+    assert parsed(*production, **environ).metrics.metrics_listen == "127.0.0.1:1111"
+    assert parsed(*production, "--metrics-listen", "127.0.0.1:2", **environ).metrics.metrics_listen == "127.0.0.1:2"
+    assert parsed().metrics.metrics_listen == "127.0.0.1:0"
+
+
+def test_settings_are_changed_by_name_in_any_part() -> None:
+    settings = parsed("--rack", "r1").with_values(node="n2", vault_linger_s=5.0)
+    assert (settings.node, settings.shutdown.vault_linger_s, settings.placement.rack) == ("n2", 5.0, "r1")
+    assert list(settings.values()) == [setting.path[-1] for setting in PROGRAM.settings.values()]
+    with pytest.raises(TypeError, match="linger"):
+        settings.with_values(linger=5.0)
 
 
 def test_unknown_or_unreadable_variable_is_refused_by_name() -> None:
@@ -51,9 +59,9 @@ def test_unknown_or_unreadable_variable_is_refused_by_name() -> None:
 
 
 def test_virtual_gpus_disable_the_kernel_log() -> None:
-    assert parsed().kernel_log_path == "/dev/kmsg"
-    assert parsed("--virtual", "default:2").kernel_log_path == ""
-    assert parsed("--virtual", "default:2", "--kernel-log", "/tmp/log").kernel_log_path == "/tmp/log"
+    assert parsed().hardware.kernel_log_path == "/dev/kmsg"
+    assert parsed("--virtual", "default:2").hardware.kernel_log_path == ""
+    assert parsed("--virtual", "default:2", "--kernel-log", "/tmp/log").hardware.kernel_log_path == "/tmp/log"
 
 
 @pytest.mark.parametrize(
@@ -135,7 +143,7 @@ def test_standalone_agent_starts_with_the_fleet_that_it_joined(tmp_path: Path) -
     flags = ["--node", "n1", "--run-dir", str(tmp_path), "--standalone"]
     (tmp_path / JOINED_FILE).write_text('{"type":"JoinFleet","controllers":["http://c:1/"],"token_file":"/t"}')
     settings = agent_settings(flags, {})
-    assert (settings.controllers, settings.token_file) == (("http://c:1",), Path("/t"))
+    assert (settings.controllers, settings.credentials.token_file) == (("http://c:1",), Path("/t"))
     assert agent_settings([*flags, "--controller", "http://d:1"], {}).controllers == ("http://d:1",)
     (tmp_path / JOINED_FILE).write_text("{")
     with pytest.raises(ConfigurationError, match="remove it to run without a controller"):
@@ -143,5 +151,5 @@ def test_standalone_agent_starts_with_the_fleet_that_it_joined(tmp_path: Path) -
 
 
 def test_bundles_survive_a_reboot_unless_the_agent_is_private() -> None:
-    assert parsed(STATE_DIRECTORY="/var/lib/x:/y").bundle_dir == Path("/var/lib/x/bundles")
-    assert parsed("--virtual", "default", STATE_DIRECTORY="/var/lib/x").bundle_dir == Path("/tmp/x/bundles")
+    assert parsed(STATE_DIRECTORY="/var/lib/x:/y").bundles.bundle_dir == Path("/var/lib/x/bundles")
+    assert parsed("--virtual", "default", STATE_DIRECTORY="/var/lib/x").bundles.bundle_dir == Path("/tmp/x/bundles")

@@ -81,9 +81,9 @@ def test_agents_accept_their_command_line(releases: Releases) -> None:
     for release in releases.values():
         for settings in agents_of(release):
             assert settings.node == "gpu-17.example.com"
-            assert settings.vault_listen == "10.0.3.7:7702"
-            assert settings.metrics_listen == "10.0.3.7:7703"
-            assert settings.token_file is not None
+            assert settings.vault.vault_listen == "10.0.3.7:7702"
+            assert settings.metrics.metrics_listen == "10.0.3.7:7703"
+            assert settings.credentials.token_file is not None
             assert settings.resolved_segment_dir.as_posix() == "/dev/shm/everstep/gpu-17.example.com"
 
 

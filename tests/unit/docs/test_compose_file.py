@@ -30,7 +30,7 @@ DOCKERFILE = (ROOT / "deploy" / "docker" / "Dockerfile").read_text()
 def test_compose_agent_settings_are_valid(name: str) -> None:
     settings = agent_settings(SERVICES[name]["command"], {})
     assert settings.node == name
-    assert settings.vault_listen.partition(":")[0] == name, "its peers reach the vault by the service's name"
+    assert settings.vault.vault_listen.partition(":")[0] == name, "its peers reach the vault by the service's name"
 
 
 @pytest.mark.parametrize("name", CONTROLLERS)
@@ -81,7 +81,7 @@ def test_compose_file_contains_no_secret() -> None:
 def test_prometheus_scrapes_the_listening_ports() -> None:
     config = yaml.safe_load((ROOT / "deploy" / "prometheus" / "prometheus.yml").read_text())
     jobs = {job["job_name"]: job for job in config["scrape_configs"]}
-    listens = [agent_settings(SERVICES[name]["command"], {}).metrics_listen for name in AGENTS]
+    listens = [agent_settings(SERVICES[name]["command"], {}).metrics.metrics_listen for name in AGENTS]
     assert jobs["everstep-agent"]["static_configs"][0]["targets"] == [
         f"{name}:{at.rpartition(':')[2]}" for name, at in zip(AGENTS, listens, strict=True)
     ]

@@ -21,7 +21,7 @@ from everstep.cli.policy import _read as read_change
 from everstep.vocabulary import JobState, NodeState
 from everstep.wire.v1.agent import Domain, Gpu, Host
 from everstep.wire.v1.operator_history import Evidence, EvidenceNote
-from everstep_agent.findings.rules import load_policy
+from everstep_agent.policy.rules import load_policy
 from everstep_controller.api import web_page
 from everstep_controller.config import load_settings
 from everstep_controller.core.policy import CorePolicy

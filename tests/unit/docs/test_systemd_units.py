@@ -41,7 +41,7 @@ def test_agent_unit_command_line_is_accepted() -> None:
         "EVERSTEP_AGENT_POWER_DOMAIN": "p1",
     }
     settings = agent_settings(arguments, environment)
-    assert (settings.node, settings.preset, settings.kernel_log_path) == ("node-17", "production", "/dev/kmsg")
+    assert (settings.node, settings.preset, settings.hardware.kernel_log_path) == ("node-17", "production", "/dev/kmsg")
 
 
 def test_vault_survives_stop_of_the_agent_unit() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from everstep_agent.drivers.kmsg import MAX_LINE_BYTES, READ_BYTES, KernelLog, LogPosition
-from everstep_agent.findings.xids import XidParser
+from everstep_agent.policy.xids import XidParser
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 
 from everstep.vocabulary import Action, Mode, Severity
 from everstep_agent.drivers.samples import XidEvent
-from everstep_agent.findings.xids import MAX_ANNOUNCED_UUIDS, XidParser
+from everstep_agent.policy.xids import MAX_ANNOUNCED_UUIDS, XidParser
 from tests.support.agents.sensors import BUS, TimedAssessor, gpu
 
 UUID = "GPU-b6c3b2be-c55b-d076-fa0e-d464e4c7e08b"

@@ -12,7 +12,7 @@ from everstep.errors import ConfigurationError
 from everstep.vocabulary import Action, Finding, Severity
 from everstep_agent.drivers.samples import PortSample
 from everstep_agent.findings.kernel_lines import MAX_DISTINCT_LINES, MAX_LINE_FINDINGS
-from everstep_agent.findings.rules import MAX_PATTERNS_PER_LINE, load_policy
+from everstep_agent.policy.rules import MAX_PATTERNS_PER_LINE, load_policy
 from tests.support.agents.sensors import BUS, TimedAssessor, gpu
 
 SWITCH = "0000:c1:00.0"

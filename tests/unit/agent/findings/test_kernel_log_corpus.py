@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from everstep.vocabulary import Mode
-from everstep_agent.findings.rules import FindingPolicy, load_policy
+from everstep_agent.policy.rules import FindingPolicy, load_policy
 from tests.support.agents.sensors import TimedAssessor, gpu
 
 CORPUS = Path(__file__).with_name("kernel_log_corpus.csv")

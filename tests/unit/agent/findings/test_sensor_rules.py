@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.vocabulary import FindingKind, Severity
-from everstep_agent.findings.rules import ClearEvent, Criterion, FindingRule, RuleHistory
+from everstep_agent.policy.rules import ClearEvent, Criterion, FindingRule, RuleHistory
 
 
 def rule(**values: object) -> FindingRule:

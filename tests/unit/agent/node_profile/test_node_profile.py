@@ -24,10 +24,10 @@ from everstep_agent.drivers.samples import (
     PortSample,
 )
 from everstep_agent.findings.assessment import AssessorState, FindingAssessor, Instant
-from everstep_agent.findings.rules import load_policy
 from everstep_agent.node_profile import cli, profile
 from everstep_agent.node_profile.profile import PROFILED, NodeProfile, ProfileSample, SavedProfile
 from everstep_agent.node_profile.store import ACCEPT_FILE, PROFILE_FILE, ProfileStore, order_acceptance
+from everstep_agent.policy.rules import load_policy
 from everstep_agent.sensors.sensor_messages import PollResult
 from tests.support.agents.sensors import BUS
 

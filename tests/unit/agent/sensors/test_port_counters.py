@@ -9,7 +9,7 @@ import pytest
 
 from everstep.vocabulary import Action, Mode, Severity
 from everstep_agent.drivers.ports import COUNTERS
-from everstep_agent.findings.rules import FindingRule, load_policy
+from everstep_agent.policy.rules import FindingRule, load_policy
 from everstep_agent.sensors.network import COUNTERS_EVERY, SETTLED_POLLS
 from everstep_agent.virtual.scenario import COUNTER_FOLDERS
 from tests.unit.agent.sensors.port_tree import PortTree, Watched

@@ -9,7 +9,7 @@ import pytest
 
 from bench.sensors.events import EventRow, ExpectedFinding, Outcome, load_rows, run_row
 from everstep.vocabulary import Action
-from everstep_agent.findings.rules import load_policy
+from everstep_agent.policy.rules import load_policy
 from tests.support.agents.sensors import FELL_OFF
 
 ROWS = load_rows()

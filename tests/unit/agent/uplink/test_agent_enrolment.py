@@ -47,7 +47,7 @@ def settings(process: ControllerProcess, tmp_path: Path) -> Callable[..., AgentS
     def make(node: str, **wanted: Any) -> AgentSettings:
         issued = post(process, "/v1/credentials", wire.IssueJoin(reason="a test", **wanted), wire.Issued)
         (tmp_path / "join").write_text(issued.token)
-        return AgentSettings(
+        return AgentSettings.from_values(
             node=node,
             controllers=(process.url,),
             run_dir=tmp_path / "run",
@@ -59,8 +59,8 @@ def settings(process: ControllerProcess, tmp_path: Path) -> Callable[..., AgentS
 
 
 def token(settings: AgentSettings) -> str:
-    assert settings.token_file is not None
-    return settings.token_file.read_text().strip()
+    assert settings.credentials.token_file is not None
+    return settings.credentials.token_file.read_text().strip()
 
 
 def is_good(process: ControllerProcess, settings: AgentSettings) -> bool:
@@ -99,19 +99,19 @@ def test_lost_enrolment_answer_is_retried_with_same_secret(
 def test_enrolment_refusal_is_raised_and_writes_no_token(settings: Callable[..., AgentSettings]) -> None:
     with pytest.raises(PermissionDenied, match="for nodes named other"):
         enrol(mine := settings("stranger", subject="other*"))
-    assert mine.token_file is not None
-    assert not mine.token_file.exists()
+    assert mine.credentials.token_file is not None
+    assert not mine.credentials.token_file.exists()
     enrol(settings("twice", uses=None))
-    (mine.token_file).unlink()
+    mine.credentials.token_file.unlink()
     with pytest.raises(Conflict, match="is enrolled already"):
-        enrol(msgspec.structs.replace(settings("twice")))
+        enrol(settings("twice"))
 
 
 def test_enrolment_is_skipped_with_token_or_without_join_token(
     settings: Callable[..., AgentSettings], tmp_path: Path
 ) -> None:
     mine = settings("content")
-    asyncio.run(ensure_token(msgspec.structs.replace(mine, join_token_file=None), asyncio.Event()))
+    asyncio.run(ensure_token(mine.with_values(join_token_file=None), asyncio.Event()))
     assert not (tmp_path / "token").exists()
     (tmp_path / "token").write_text("agent:content:mac")
     asyncio.run(ensure_token(mine, asyncio.Event()))
@@ -121,7 +121,7 @@ def test_enrolment_is_skipped_with_token_or_without_join_token(
 def test_enrolment_waits_for_a_controller_until_stopped(
     settings: Callable[..., AgentSettings], caplog: pytest.LogCaptureFixture
 ) -> None:
-    mine = msgspec.structs.replace(settings("waits"), controllers=("http://127.0.0.1:1",))
+    mine = settings("waits").with_values(controllers=("http://127.0.0.1:1",))
 
     async def scenario() -> None:
         stop = asyncio.Event()
@@ -138,8 +138,8 @@ def test_enrolment_waits_for_a_controller_until_stopped(
 
 def test_unreadable_join_token_is_refused_at_once(settings: Callable[..., AgentSettings]) -> None:
     mine = settings("blind")
-    assert mine.join_token_file is not None
-    mine.join_token_file.unlink()
+    assert mine.credentials.join_token_file is not None
+    mine.credentials.join_token_file.unlink()
     with pytest.raises(ConfigurationError, match="join token file"):
         asyncio.run(ensure_token(mine, asyncio.Event()))
 
@@ -149,8 +149,9 @@ def test_agent_enrols_again_after_credential_revocation(
     process: ControllerProcess, settings: Callable[..., AgentSettings], tmp_path: Path
 ) -> None:
     mine = settings("joins", uses=None)
+    files = mine.credentials
     command = [sys.executable, "-m", "everstep_agent.main", "--node", "joins", "--controller", process.url]
-    command += ["--token-file", str(mine.token_file), "--join-token-file", str(mine.join_token_file)]
+    command += ["--token-file", str(files.token_file), "--join-token-file", str(files.join_token_file)]
     command += ["--run-dir", str(tmp_path / "run"), "--segment-dir", str(tmp_path / "segments")]
     command += ["--virtual", "default", "--die-with-parent", "--stop-vault-on-exit"]
     with (tmp_path / "agent.log").open("wb") as log:

@@ -7,7 +7,6 @@ import shutil
 import ssl
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from everstep.clock import ManualClock
@@ -20,8 +19,7 @@ from tests.support.services.certificates import Authority
 
 
 def settings(directory: Path, **changes: object) -> AgentSettings:
-    made = AgentSettings(node="n1", controllers=("https://127.0.0.1:1",), run_dir=directory)
-    return msgspec.structs.replace(made, **changes)
+    return AgentSettings.from_values(node="n1", controllers=("https://127.0.0.1:1",), run_dir=directory, **changes)
 
 
 def requiring_certificate(authority: Authority) -> ssl.SSLContext:

@@ -48,7 +48,7 @@ class VaultDirectories:
         def on_change() -> None:
             self.changes += 1
 
-        chosen = AgentSettings(
+        chosen = AgentSettings.from_values(
             node="n1",
             controllers=("http://127.0.0.1:1",),
             run_dir=self.run_dir,

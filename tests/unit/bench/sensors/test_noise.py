@@ -10,7 +10,7 @@ from bench.sensors import noise
 from bench.sensors.events import EventRow
 from bench.sensors.noise import Recording, SimulatedNode, Totals
 from everstep.vocabulary import Severity
-from everstep_agent.findings.rules import load_policy
+from everstep_agent.policy.rules import load_policy
 
 HEAT = EventRow(name="heat", description="", fault=False, change={"gpus": {"4": {"temperature_c": 86}}}, for_s=4)
 HASTY = """

@@ -12,9 +12,9 @@ import typer
 import yaml
 
 from everstep.vocabulary import Decision
-from everstep_agent.config import AgentSettings
-from everstep_agent.findings.rules import load_policy
-from everstep_agent.findings.sxids import load_sxid_table
+from everstep_agent.config import PROGRAM as AGENT_PROGRAM
+from everstep_agent.policy.rules import load_policy
+from everstep_agent.policy.sxids import load_sxid_table
 from everstep_controller.api.openapi import document
 from everstep_controller.config import PROGRAM
 from everstep_controller.core.policy import CorePolicy
@@ -49,7 +49,7 @@ def test_program_page_has_every_command_and_flag(name: str) -> None:
 @pytest.mark.parametrize(
     ("page", "names"),
     [
-        (settings.agent_page, AgentSettings.__struct_fields__),
+        (settings.agent_page, [each.path[-1] for each in AGENT_PROGRAM.settings.values()]),
         (settings.controller_page, [each.name for each in PROGRAM.settings.values() if len(each.path) == 1]),
         (settings.trainer_page, HookSettings.__struct_fields__),
     ],

@@ -1,6 +1,6 @@
 """Check a site's policy for agents, and explain one of its rules: the agent's part of ``everstep policy``.
 
-``python -m everstep_agent.findings.policy_report check|explain [RULE] [FILE...]`` prints JSON. Without a FILE it reads
+``python -m everstep_agent.policy.report check|explain [RULE] [FILE...]`` prints JSON. Without a FILE it reads
 those of the agent's settings in the environment.
 """
 
@@ -18,8 +18,8 @@ from everstep.policy_explanations import ExplainedValue, Explanation, RuleExplan
 from everstep.vocabulary import Finding, FindingKind
 from everstep.wire.v1.operator_history import PolicyCheckResult
 from everstep_agent.config import PROGRAM
-from everstep_agent.findings.nvlink_errors import NVLINK5_XIDS, XID_NVLINK
-from everstep_agent.findings.rules import (
+from everstep_agent.policy.nvlink_errors import NVLINK5_XIDS, XID_NVLINK
+from everstep_agent.policy.rules import (
     SECTIONS,
     FindingPolicy,
     FindingRule,
@@ -27,7 +27,7 @@ from everstep_agent.findings.rules import (
     PolicyTables,
     RuleTable,
 )
-from everstep_agent.findings.xids import XID_FILE, load_xid_table
+from everstep_agent.policy.xids import XID_FILE, load_xid_table
 
 XID_PREFIX = "xid-"
 """Begins the names of XIDs in findings."""

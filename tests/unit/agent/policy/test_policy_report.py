@@ -7,8 +7,8 @@ import pytest
 from everstep.errors import ConfigurationError
 from everstep.policy_explanations import RuleExplanation
 from everstep.vocabulary import Action, Mode, Severity
-from everstep_agent.findings.policy_report import check, explain, site_files
-from everstep_agent.findings.rules import POLICY_FOLDER, load_policy
+from everstep_agent.policy.report import check, explain, site_files
+from everstep_agent.policy.rules import POLICY_FOLDER, load_policy
 
 SITE = """
 [[rule]]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from everstep.errors import ConfigurationError
-from everstep_agent.findings.rules import FindingPolicy, load_policy
+from everstep_agent.policy.rules import FindingPolicy, load_policy
 
 POLICY_CHECK_S = 5.0
 """Seconds between two looks at a site's policy files. A change is in force after one to two of them."""

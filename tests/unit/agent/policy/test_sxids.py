@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from everstep.vocabulary import Action, Mode, Severity
-from everstep_agent.findings.sxids import Sxid, SxidKind, load_sxid_table, parse_sxid, sxid_rule
+from everstep_agent.policy.sxids import Sxid, SxidKind, load_sxid_table, parse_sxid, sxid_rule
 
 ORDER = (Severity.CRITICAL, Action.REBOOT_NODE, Mode.ENFORCE)
 ADVICE = (Severity.CRITICAL, Action.REBOOT_NODE, Mode.RECOMMEND)

@@ -10,8 +10,8 @@ import pytest
 from everstep.errors import ConfigurationError
 from everstep.vocabulary import Mode, Severity
 from everstep_agent.drivers.samples import HostSample
-from everstep_agent.findings.policy_watch import PolicyWatch
-from everstep_agent.findings.rules import load_policy
+from everstep_agent.policy.reload import PolicyWatch
+from everstep_agent.policy.rules import load_policy
 from tests.support.agents.sensors import FELL_OFF, TimedAssessor, gpu
 
 HOT = 'id = "gpu-too-hot"\nsource = "ticket"\n'

@@ -86,7 +86,7 @@ def load_xid_table(path: Path = XID_FILE) -> dict[int, XidEntry]:
 
 def unknown_xid_entry(xid: int) -> XidEntry:
     """Return an entry for a number missing from the table: worth a person's look, but no ground to evict."""
-    source = "agent/everstep_agent/findings/xids.csv"
+    source = "agent/everstep_agent/policy/xids.csv"
     return XidEntry(xid, "", "not in the table", Severity.WARNING, Action.NONE, "look it up", source)
 
 

@@ -46,10 +46,10 @@ from everstep_agent.drivers.samples import (
     SensorState,
     UnitSample,
 )
-from everstep_agent.findings.xids import XidEntry, load_xid_table, unknown_xid_entry
 from everstep_agent.node_profile.profile import ProfileSample
+from everstep_agent.policy.xids import XidEntry, load_xid_table, unknown_xid_entry
 
-POLICY_FOLDER = Path(__file__).parents[1] / "policy"
+POLICY_FOLDER = Path(__file__).parent
 
 SCOPES: dict[str, type[msgspec.Struct]] = {
     "gpu": GpuSample,

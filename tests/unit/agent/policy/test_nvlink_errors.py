@@ -9,14 +9,14 @@ import pytest
 
 from everstep.vocabulary import Action, Finding, Mode, Severity
 from everstep_agent.findings.assessment import AssessorState
-from everstep_agent.findings.nvlink_errors import (
+from everstep_agent.policy.nvlink_errors import (
     NVLINK5_XIDS,
     LinkErrorKind,
     decode_link_error,
     load_nvlink5_rules,
     load_register_bits,
 )
-from everstep_agent.findings.rules import load_policy
+from everstep_agent.policy.rules import load_policy
 from tests.support.agents.sensors import BUS, TimedAssessor
 
 RESET_DEMANDED = f"NVRM: Xid (PCI:{BUS}): 154, GPU recovery action changed from 0x0 (None) to 0x1 (GPU Reset Required)"

@@ -22,7 +22,7 @@ from pathlib import Path
 import msgspec
 
 from everstep.vocabulary import Action, FindingKind, Mode, Severity
-from everstep_agent.findings.rules import ClearEvent, KernelLineRule
+from everstep_agent.policy.rules import ClearEvent, KernelLineRule
 
 SXID_FILE = Path(__file__).with_name("sxids.csv")
 SXID_MARK = "SXid ("
