@@ -86,10 +86,10 @@ docs-serve: $(STAMP) ## show the documentation site at http://127.0.0.1:8000 whi
 
 .PHONY: bench
 bench: $(STAMP) ## every bench in its quick size
-	$(BIN)/python -m bench.failover --quick
 	$(BIN)/python -m bench.recovery --quick --no-peers
 	$(BIN)/python -m bench.hook_cost --quick
 	$(BIN)/python -m bench.fleet_load --quick
+	$(BIN)/python -m bench.fleet_load --quick --database postgresql --failover
 	$(BIN)/python -m bench.hostile --quick
 	$(BIN)/python -m bench.goodput --quick
 	$(BIN)/python -m bench.checkpoint --quick --no-peers

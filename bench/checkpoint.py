@@ -1,6 +1,6 @@
 """Checkpoints in memory beside the machine's own limits and beside what others do, in one run.
 
-    python -m bench.checkpoint [--quick] [--kills 500] [--repeats 5] [--no-peers] [--only NAME] [--curve FILE.png]
+    python -m bench.checkpoint [--quick] [--repeats 5] [--no-peers] [--only NAME] [--curve FILE.png]
         [--json FILE]
 
 1 GiB of fp32 in 64 tensors on one rank, and 4 x 256 MiB on four ranks of four nodes: real vault processes, snapshots
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.progress import Progress
 
-from bench.checkpoint_rows import four, gpu_rows, losses, other_checkpoints, reading, single, transfer
+from bench.checkpoint_rows import four, other_checkpoints, single, transfer
 from bench.checkpoint_rows.curves import curves
 from bench.checkpoint_rows.state import Size
 from bench.processes import ProcessPool
@@ -28,7 +28,6 @@ from bench.table import Row, finish, parser_of, write_json
 TENSORS, TENSOR_BYTES, QUICK_TENSOR_BYTES = 64, 16 << 20, 1 << 20
 SMALL_TENSORS = 1000
 REPEATS, QUICK_REPEATS = 5, 3
-KILLS, QUICK_KILLS = 500, 6
 
 
 def parts(pool: ProcessPool, options: argparse.Namespace) -> list[tuple[str, Callable[[], list[Row]]]]:
@@ -40,30 +39,25 @@ def parts(pool: ProcessPool, options: argparse.Namespace) -> list[tuple[str, Cal
         ("one rank", lambda: single.large(pool, one, repeats, judged)),
         ("many tensors", lambda: single.small(pool, SMALL_TENSORS, max(repeats, 10))),
         ("a slot to a peer", lambda: transfer.replicated(pool, one.nbytes, repeats, judged)),
-        ("a slot from a peer", lambda: reading.read(pool, one.nbytes // 4, repeats, judged)),
+        ("a slot from a peer", lambda: transfer.read(pool, one.nbytes // 4, repeats, judged)),
         ("four replicas", lambda: four.replicas(pool, Size(TENSORS, each // 4, "replicas"), repeats, judged)),
         ("four shards", lambda: four.shards(pool, Size(TENSORS, each, "shards"), repeats, judged)),
         ("four shards, overlapped", lambda: four.overlapped(pool, Size(TENSORS, each, "shards"), repeats, judged)),
         ("four shards in two slots", lambda: four.short_of_memory(pool, Size(TENSORS, each, "shards"), judged)),
-        ("gpu", lambda: gpu_rows.rows(pool, one, repeats, judged)),
     ]
     if not options.no_peers:
         found.append(("peers", lambda: other_checkpoints.rows(pool, one, repeats, slow=not options.quick)))
-    found += [(f"double kills, r = {r}", lambda r=r: losses.rows(options.kills, r)) for r in (2, 3)]  # type: ignore[misc]
-    found.append(("double kills, parity", lambda: losses.parity_rows(options.kills)))
     return [part for part in found if not options.only or options.only in part[0]]
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = parser_of("checkpoint", __doc__)
     parser.add_argument("--repeats", type=int, help=f"of each measurement (default {REPEATS}; quick {QUICK_REPEATS})")
-    parser.add_argument("--kills", type=int, help=f"double kills of each kind (default {KILLS}; quick {QUICK_KILLS})")
     parser.add_argument("--no-peers", action="store_true", help="leave torch.save, DCP and NVIDIA's out")
     parser.add_argument("--only", help="run the parts whose name contains this")
     parser.add_argument("--curve", type=Path, metavar="PNG", help="instead: growth of stall and restore, drawn")
     options = parser.parse_args(argv)
     options.repeats = options.repeats or (QUICK_REPEATS if options.quick else REPEATS)
-    options.kills = options.kills or (QUICK_KILLS if options.quick else KILLS)
     return options
 
 

@@ -1,7 +1,7 @@
 """A fleet's load on one controller process, over real sockets: what it costs, who is made to wait, what gets lost.
 
     python -m bench.fleet_load --nodes 12500 --seconds 30 [--interval 1] [--database URL] [--rounds N] [--fail K]
-        [--forming-seconds 20] [--storm] [--visits] [--failover] [--loss P --jitter S --pause S] [--curve FILE.png]
+        [--forming-seconds 20] [--storm] [--failover] [--loss P --jitter S --pause S] [--curve FILE.png]
         [--quick] [--json FILE]
 
 Every agent is a session of its own with real messages: a registration with eight GPUs, a picture, heartbeats with the
@@ -88,7 +88,7 @@ def _settings(interval_s: float) -> str:
 
 def load(options: argparse.Namespace) -> list[Row]:
     """The fleet as the options have it."""
-    apart = min(STORMING, options.nodes // 10) if options.storm or options.visits else 0
+    apart = min(STORMING, options.nodes // 10) if options.storm else 0
     with fleet_of(options.nodes, options.interval, options.database, apart, two=options.failover) as (fleet, follower):
         trials.begin(fleet, options.interval)
         console.log(f"{options.seconds:g} s of beats")
@@ -103,10 +103,6 @@ def load(options: argparse.Namespace) -> list[Row]:
             rows += trials.lateness(fleet, follower, options.seconds, options.interval)
         if options.storm:
             rows += _storms(fleet, apart, options.storm_seconds)
-        if options.visits:
-            console.log(f"visitors for {options.storm_seconds:g} s of calm and of storm, and when all come again")
-            trials.begin(fleet, options.interval)
-            rows += trials.visits(fleet, apart, options.storm_seconds)
         if options.loss or options.jitter or options.pause:
             console.log(f"{options.chaos_seconds:g} s of trouble")
             chaos = {"loss": options.loss, "jitter_s": options.jitter, "pause_s": options.pause}
@@ -164,7 +160,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=20, help="ranks that are lost, one after the other")
     parser.add_argument("--fail", type=int, default=0, metavar="K", help="nodes that fail at once, at the end")
     parser.add_argument("--storm", action="store_true", help="XIDs at 200/s from one node, at 20/s from a hundred")
-    parser.add_argument("--visits", action="store_true", help="what people wait in calm, in a storm, after a failover")
     parser.add_argument("--storm-seconds", type=float, default=60.0)
     parser.add_argument("--failover", action="store_true", help="the leader dies at the end (--database postgresql)")
     parser.add_argument("--loss", type=float, default=0.0, metavar="P", help="share of beats that are lost")
@@ -176,7 +171,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if options.failover and not options.database.startswith(POSTGRESQL):
         parser.error("--failover needs a database that two controllers share: --database postgresql")
     if options.quick:
-        options.nodes, options.fail = min(options.nodes, FAILING_NODES), options.fail or FAILING
+        options.nodes = min(options.nodes, FAILING_NODES)
+        options.fail = options.fail or (0 if options.failover else FAILING)  # an eviction there is a mistake
         options.seconds, options.rounds = min(options.seconds, 5.0), 5
         options.forming_seconds = 5.0
         options.storm_seconds, options.chaos_seconds = 5.0, 10.0

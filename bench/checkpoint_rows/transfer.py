@@ -1,19 +1,29 @@
-"""Rows of one vault that copies a slot to another: from the report of a sealed slot to the peer's acknowledgement."""
+"""Rows of one slot between two vaults: copied to the other, and read from it by a rank, without other readers."""
 
 from __future__ import annotations
 
+import time
 from statistics import median
+
+import numpy as np
+import torch
 
 from bench.checkpoint_rows.limits import loopback
 from bench.checkpoint_rows.rank import replications
 from bench.checkpoint_rows.single import MIB, marks
-from bench.checkpoint_rows.vault_nodes import Fleet
+from bench.checkpoint_rows.vault_nodes import JOB, Fleet
 from bench.processes import ProcessPool
 from bench.table import Row
+from everstep.ids import Version
+from everstep.wire.v1.local import SlotInfo
+from everstep_trainer.slots.byte_moves import TensorCopies, split_into_batches
+from everstep_trainer.slots.remote_slots import SlotStreams
+from everstep_trainer.slots.vault_client import VaultClient
 
 STREAMS = (1, 2, 4)
 FIRST = 2
 """Number of measured copies into pages not touched before: one for each slot."""
+HOLDER, READER = "n1", "n2"
 
 
 def replicated(pool: ProcessPool, nbytes: int, repeats: int, judged: bool) -> list[Row]:
@@ -51,3 +61,67 @@ def replicated(pool: ProcessPool, nbytes: int, repeats: int, judged: bool) -> li
         ),
         Row(f"{name}, the very first", nbytes / ours[2][0] / 1e9, "GB/s", against="pages of the copy not there yet"),
     ]
+
+
+def read(pool: ProcessPool, nbytes: int, repeats: int, judged: bool) -> list[Row]:
+    """Measure reads into mapped and into new memory, against one raw stream before and after."""
+    with Fleet((HOLDER, READER)) as fleet:
+        fleet.generation((HOLDER, READER), 1)
+        raw = loopback(pool, fleet.warm, 1, nbytes, repeats)
+        warm, fresh = pool.one(reads, fleet.vaults[HOLDER].socket, fleet.vaults[READER].socket, nbytes, repeats)
+        raw += loopback(pool, fleet.warm, 1, nbytes, repeats)
+    limit = nbytes / median(raw) / 1e9
+    against = f"one raw loopback stream, {limit:.2f} GB/s"
+    name = f"slot of {nbytes / MIB:.0f} MiB from a peer"
+    ratio = median(raw) / median(warm)
+    return [
+        Row(name, median(warm) * 1e3, "ms", against=against),
+        Row(f"{name} against one raw stream", ratio, "x", *marks(judged, 0.6, 0.85), against, smaller_is_better=False),
+        Row(f"{name}, into memory not touched before", median(fresh) * 1e3, "ms", against=against),
+    ]
+
+
+def reads(holder: str, reader: str, nbytes: int, repeats: int) -> tuple[list[float], list[float]]:
+    """Return the seconds of each read from the vault ``holder`` by a rank of the vault ``reader``.
+
+    Reads alternate between memory that was written before and new memory.
+    """
+    there, here = VaultClient(holder), VaultClient(reader)
+    try:
+        slot = _fill(there, nbytes)
+        warm = torch.zeros(nbytes, dtype=torch.uint8)
+        _read_s(here, slot, warm)  # not measured: the first read has to connect
+        took: tuple[list[float], list[float]] = [], []
+        for _ in range(repeats):
+            for times, target in zip(took, (warm, torch.empty(nbytes, dtype=torch.uint8)), strict=True):
+                times.append(_read_s(here, slot, target))
+                expected = torch.arange(nbytes // 8, dtype=torch.int64)
+                assert torch.equal(target.view(torch.int64), expected), "the bytes read are wrong"
+        return took
+    finally:
+        there.close()
+        here.close()
+
+
+def _fill(vault: VaultClient, nbytes: int) -> SlotInfo:
+    """Seal a slot of numbers, and return its description."""
+    version = Version(1, 1)
+    view = vault.open_segment(JOB, 0, nbytes + (1 << 20), slots=1).view
+    payload = view.begin(0, 0, version, b"a manifest", nbytes)
+    np.frombuffer(payload, np.int64)[:] = np.arange(nbytes // 8)
+    view.seal(0)
+    return SlotInfo(node=HOLDER, rank=0, version=version, path="", slot=0, replica=False, manifest_digest="")
+
+
+def _read_s(vault: VaultClient, slot: SlotInfo, target: torch.Tensor) -> float:
+    began = time.perf_counter()
+    moves = TensorCopies()
+    moves.add(target, [(0, target.nbytes)])
+    streams = SlotStreams(vault, JOB, split_into_batches(slot, moves.table()))
+    try:
+        failures = streams.finish()
+    finally:
+        streams.close()
+    took = time.perf_counter() - began
+    assert not failures, failures
+    return took

@@ -25,9 +25,7 @@ from everstep.vocabulary import GenerationReason
 from everstep.wire.framing import FrameDecoder, encode_frame
 from everstep.wire.v1 import local
 from everstep.wire.v1.training import GenerationSpec, Holder, JobSpec, RestoreRule
-from everstep.wire.v1.vault_reports import Protection
 from everstep_agent.vault.settings import VaultSettings, encode_settings
-from everstep_controller.core.checkpoints.parity import form_groups
 from everstep_controller.core.checkpoints.placement import FailureDomains, place_replicas
 
 JOB = "bench"
@@ -159,16 +157,8 @@ class Fleet:
             shutil.rmtree(folder, ignore_errors=True)
         atexit.unregister(self.end)
 
-    def generation(
-        self,
-        nodes: Sequence[str],
-        replicas: int,
-        floor: Version | None = None,
-        parity: int = 0,
-        protection: Protection | None = None,
-    ) -> GenerationSpec:
-        """The next generation, one rank on each of ``nodes``, told to all vaults. ``floor``: what was committed;
-        ``protection``: what parity keeps."""
+    def generation(self, nodes: Sequence[str], replicas: int, floor: Version | None = None) -> GenerationSpec:
+        """The next generation, one rank on each of ``nodes``, told to all vaults. ``floor``: what was committed."""
         self.number += 1
         holders = tuple(Holder(node=vault.node, vault=vault.address) for vault in self.vaults.values())
         sites = {node: FailureDomains(rack=node) for node in nodes}
@@ -181,7 +171,7 @@ class Fleet:
             seats=tuple(nodes),
             store=f"127.0.0.1:{self.store.port}",
             store_node=nodes[0],
-            restore=RestoreRule(from_scratch=floor is None, floor=floor, protection=protection),
+            restore=RestoreRule(from_scratch=floor is None, floor=floor),
             holders=holders,
             replica_nodes=place_replicas(nodes, sites, replicas),
             secret=SECRET,
@@ -190,7 +180,6 @@ class Fleet:
                 max_nodes=len(nodes),
                 replicas=replicas,
                 digest_interval=DIGEST_INTERVAL,
-                parity_group_size=parity,
             ),
             issued_at=0.0,
         )
@@ -198,25 +187,6 @@ class Fleet:
             said = local.ConfigureJob(request=1, job=JOB, generation=self.number, secret=SECRET, holders=holders)
             vault.ask(said)
         return spec
-
-    def protect(self, version: Version, nodes: Sequence[str], parity: int) -> Protection:
-        """Has P and Q of a version made, for groups as the controller forms them.
-
-        Raises RuntimeError where a vault refuses, or P and Q of a group are of different bytes.
-        """
-        grouping = form_groups(nodes, {node: FailureDomains(rack=node) for node in nodes}, parity)
-        protection = Protection(version=version, seats=tuple(nodes), nproc_per_node=1, groups=grouping.groups)
-        for group in protection.shards():
-            made = [
-                self.vaults[home].ask(
-                    local.Protect(request=1, job=JOB, generation=self.number, version=version, group=group)
-                )
-                for home in group.parity
-            ]
-            members = {answer.members_digest for answer in made if isinstance(answer, local.Protected)}
-            if len(members) != 1:
-                raise RuntimeError(f"P and Q of group {group.group} do not belong together: {made}")
-        return protection
 
     def sockets(self, nodes: Sequence[str]) -> list[str]:
         return [self.vaults[node].socket for node in nodes]

@@ -11,7 +11,7 @@ detection
     it within a poll, ``sensor_s``. A machine that is gone says nothing: its peers' collectives fail after
     ``peers_notice_s``, and the core believes them when the node is overdue (its own policy decides when).
 decision and delivery
-    ``decide_s`` as ``bench.failover`` measures it, and the roster to all: each node is sent all seats
+    ``decide_s`` (docs/measures/fleet.md, other latencies), and the roster to all: each node is sent all seats
     (``seat_bytes`` each, after deflation: 17,782 bytes are sent for 1,250 nodes) over the controller's network,
     ``controller_bytes_per_s``.
 leaving and meeting

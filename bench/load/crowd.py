@@ -282,13 +282,6 @@ class Crowd:
         for _ in range(window):
             self._open_more()
 
-    def do_return(self) -> None:
-        """Break every agent's connection, and connect all again at once, as after a controller's death."""
-        for agent in self.agents:
-            self._forget(agent)
-            agent.seq, agent.beat_sent_at, agent.shown = 0, 0.0, False
-        self.do_open(len(self.agents))
-
     def do_join(self, nodes_of_a_job: int, launcher: int = messages.INCARNATION, job: str = "") -> int:
         """Offer the nodes of all jobs, or of one, by launchers that started at ``launcher``. Returns how many."""
         joining = [agent for agent in self.agents if agent.job and job in ("", agent.job)]

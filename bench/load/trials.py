@@ -11,13 +11,9 @@ from bench.load import failure_mix
 from bench.load.events import Follower
 from bench.load.fleet import POLL_S, Controller, Fleet
 from bench.load.statistics import Distribution
-from bench.load.visitors import Visitors
 from bench.table import Row
 
 MIB = 1 << 20
-VISIT_FLOOR_MS = 100.0
-"""Milliseconds that a person does not notice. Load balancers give a health check a second or more."""
-VISITORS_START_S = 1.0
 LOSSES_OF_A_NODE = 3
 """Ranks that a node may lose within minutes. Its job leaves out a node that loses more."""
 CPU_PER_BEAT = "controller CPU per heartbeat"
@@ -226,51 +222,6 @@ def storm(fleet: Fleet, nodes: int, per_s: float, seconds: float, calm: Distribu
         Row(f"{name}: others' latency against unloaded", ratio, "x", 2.0, 1.1, against),
         Row(f"{name}: report to its acknowledgement, 99th percentile", _ms(storming["reports"], 0.99), "ms"),
     ]
-
-
-def visits(fleet: Fleet, nodes: int, seconds: float) -> list[Row]:
-    """Measure operators' waits at their own port and at the agents' port.
-
-    There are three rounds: without other events, while ``nodes`` agents report 20 XIDs a second each, and while the
-    whole fleet connects again at once.
-    """
-    controller = fleet.controller
-    own = Visitors(controller.operators_address, controller.secret_file)
-    agents = Visitors(controller.address, controller.secret_file)
-    try:
-        time.sleep(VISITORS_START_S)
-        _waits("", own, agents)
-        time.sleep(seconds)
-        rows = _waits("in calm", own, agents)
-        fleet.crowds[-1].tell({"do": "storm", "nodes": nodes, "per_s": 20.0, "seconds": seconds})
-        time.sleep(seconds)
-        rows += _waits(f"while {nodes} nodes report 20 XIDs/s each", own, agents)
-        _until_calm(fleet)
-        before = fleet.status()["phases"]["shown"]
-        _waits("", own, agents)
-        fleet.all("return")
-        fleet.until("coming again", lambda status: status["phases"]["shown"] >= before + fleet.nodes, 120.0)
-        rows += _waits(f"while {fleet.nodes} nodes come again at once", own, agents)
-    finally:
-        own.end()
-        agents.end()
-    return rows
-
-
-def _waits(when: str, own: Visitors, agents: Visitors) -> list[Row]:
-    return _waited(when, own, VISIT_FLOOR_MS) + _waited(f"{when}, at the agents' door", agents, None)
-
-
-def _waited(when: str, visitors: Visitors, floor: float | None) -> list[Row]:
-    rows = []
-    for path, visit in visitors.sample().items():
-        against = (
-            f"{visit.waits.count} requests, {visit.failed} not answered; longest {visit.waits.largest * 1e3:.0f} ms; "
-            f"the one who asks late by {_ms(visit.lateness, 0.99):.1f} ms"
-        )
-        aim = None if floor is None else floor / 4
-        rows.append(Row(f"GET {path} {when}, 99th percentile", _ms(visit.waits, 0.99), "ms", floor, aim, against))
-    return rows
 
 
 def _until_calm(fleet: Fleet) -> dict[str, int]:
