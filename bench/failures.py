@@ -26,10 +26,8 @@ class Cause:
 
     name: str
     per_gpu_hour: float
-    restart_enough: bool
     width: tuple[int, int]
     repair_h: float
-    source: str
 
 
 @dataclass(frozen=True, order=True)
@@ -52,10 +50,8 @@ def _cause(row: dict[str, str]) -> Cause:
     return Cause(
         name=row["cause"],
         per_gpu_hour=float(row["per_gpu_hour"]),
-        restart_enough=row["process_restart_enough"] == "yes",
         width=(int(low), int(high or low)),
         repair_h=float(row["repair_hours"]),
-        source=row["source"],
     )
 
 
@@ -75,13 +71,11 @@ def schedule(
     per_rack: int = NODES_PER_RACK,
     rate: float = 1.0,
     sigma: float = SIGMA,
-    shocks: bool = True,
 ) -> list[Failure]:
     """Every failure of a fleet in ``hours``, in order of time.
 
     Args:
         rate: a factor on all rates.
-        shocks: whether causes that take several nodes of a rack do, or one each.
     """
     weights = frailties(nodes, rng, sigma)
     failures = []
@@ -90,7 +84,7 @@ def schedule(
         count = _poisson(per_hour * hours, rng)
         firsts = rng.choices(range(nodes), weights=weights, k=count)
         for first in firsts:
-            width = rng.randint(*cause.width) if shocks else 1
+            width = rng.randint(*cause.width)
             failures.append(Failure(rng.uniform(0, hours), cause.name, _neighbours(first, width, nodes, per_rack)))
     return sorted(failures)
 

@@ -1,8 +1,7 @@
 """``python -m bench.goodput``: effective training time of large fleets, with the real core deciding.
 
 Plays 54 days of 16,384 and of 131,072 GPUs under the failure model of ``bench.failures``. Recovery times come from
-``bench.goodput.recovery_model``, whose text states each assumption, or from a run of ``bench.recovery``
-(``--recovery``); rows for each assumption say what another value would cost.
+``bench.goodput.recovery_model``, whose text states each assumption; rows for some say what another value would cost.
 
 The larger fleet takes the better part of an hour of one core: ``--large-days`` shortens it.
 """
@@ -32,13 +31,12 @@ def main() -> int:
     parser = parser_of("goodput", __doc__)
     parser.add_argument("--days", type=float, default=54.0, help="of the smaller fleet (default: 54)")
     parser.add_argument("--large-days", type=float, default=54.0, help="of the larger fleet (default: 54)")
-    parser.add_argument("--recovery", type=Path, metavar="JSON", help="figures that bench.recovery --json has written")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="also draw the outcome")
     arguments = parser.parse_args()
     sizes = {SMALL: arguments.days, LARGE: arguments.large_days}
     if arguments.quick:
         sizes = {SMALL: 2.0}
-    model = RecoveryModel() if arguments.recovery is None else RecoveryModel.measured(arguments.recovery)
+    model = RecoveryModel()
     rows: list[Row] = []
     outcomes: list[Outcome] = []
     with Progress(console=Console(stderr=True), disable=not sys.stderr.isatty()) as progress:

@@ -34,12 +34,6 @@ class Accounts:
             self.lost[cause] += undone
             self._standing = cause
 
-    def blame(self, at: float, cause: str) -> None:
-        """The time from here on is another cause's: it struck while the job stood still already."""
-        self._book(at)
-        if self._standing:
-            self._standing = cause
-
     def step(self, at: float, seats: int, short: str = "") -> None:
         """It steps from ``at`` with so many nodes. ``short``: whose fault it is that there are no more."""
         self._book(at)

@@ -75,7 +75,7 @@ class FleetDays(FleetOfNodes):
         self.false_evictions: list[str] = []
         self.least_spares = plan.spares
         self._rng = random.Random(seed)
-        self._repair_h = {cause.name: plan.repair * cause.repair_h for cause in load()}
+        self._repair_h = {cause.name: cause.repair_h for cause in load()}
         self._spec: GenerationSpec | None = None
         self._resumes = 0
         self._stepping: GenerationSpec | None = None

@@ -23,7 +23,7 @@ class FleetPlan:
     """The fleet and its operators.
 
     ``nodes``: nodes of the job. ``spares``: nodes beside them. ``reset_s``: seconds after which an operator resets a
-    latched breaker. ``transients_per_node_day``: short harmless absences. ``repair``: factor on the hours of repairs.
+    latched breaker. ``transients_per_node_day``: short harmless absences.
     """
 
     nodes: int
@@ -33,7 +33,6 @@ class FleetPlan:
     least_share: float = 0.9
     reset_s: float = 900.0
     transients_per_node_day: float = 0.05
-    repair: float = 1.0
 
 
 class FleetOfNodes(FleetInTime):

@@ -35,16 +35,9 @@ lost work
 
 from __future__ import annotations
 
-import json
-import statistics
 from dataclasses import dataclass
-from pathlib import Path
-
-from bench.recovery_rows.deaths import LARGE_GIB, SMALL_GIB, name_of
 
 GPUS_PER_NODE = 8
-LARGER_MODEL = 10
-"""Times longer that a large model's objects take to build than those of the bench."""
 
 
 @dataclass(frozen=True)
@@ -70,44 +63,6 @@ class RecoveryModel:
     first_step_factor: float = 0.33
     activate_s: float = 2.0
     digest_interval_s: float = 50.0
-
-    @classmethod
-    def measured(cls, path: Path) -> RecoveryModel:
-        """With what ``bench.recovery --json`` measured: medians of its DDP kills. Raises ValueError elsewhere."""
-        rows = {row["name"]: row["value"] for row in json.loads(path.read_text())["rows"]}
-
-        def phase(name: str) -> float:
-            of_kills = (key for key in rows if key.startswith("ddp SIGKILL") and key.endswith(f", {name}"))
-            found = [rows[key] for key in of_kills]
-            if not found:
-                raise ValueError(f"{path} has no rows for {name!r}: give what bench.recovery --json has written")
-            median: float = statistics.median(found)
-            return median
-
-        step_s = next((value / 1e3 for key, value in rows.items() if key.startswith("step with hooks")), None)
-        if step_s is None:
-            raise ValueError(f"{path} has no row for a step with hooks: run bench.recovery whole")
-        known = {
-            (size, by): value
-            for key, value in rows.items()
-            for size in (SMALL_GIB, LARGE_GIB)
-            for by in ("mutex", "socket")
-            if key.startswith(f"{name_of(size)}, known by {by}, median")
-        }
-        deaths = {}
-        if len(known) == 4:
-            freed_s = (known[LARGE_GIB, "socket"] - known[SMALL_GIB, "socket"]) / 1e3
-            deaths = {
-                "seen_s": known[LARGE_GIB, "mutex"] / 1e3,
-                "free_s_per_gib": freed_s / (LARGE_GIB - SMALL_GIB),
-            }
-        return cls(
-            **deaths,
-            leave_s=phase("abort") + phase("teardown"),
-            meet_s=phase("rendezvous"),
-            build_s=LARGER_MODEL * phase("build"),
-            first_step_factor=max(0.0, phase("first_step") / step_s - 1.0),
-        )
 
     @property
     def seen_by_socket_s(self) -> float:

@@ -35,10 +35,10 @@ from bench.sdc.cells import (
     MEASURED_PRESETS,
     MODELS,
     OTHERS,
-    SEEDS,
     Measure,
     cells_of_model,
     choose,
+    kind_of,
     plan,
 )
 from bench.sdc.models import Config
@@ -111,7 +111,7 @@ def measure(measures: Measure, store: Store, given: argparse.Namespace) -> None:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), transient=True) as bar:
         task = bar.add_task("sdc")
-        for kind in (model_work,) if given.models else (work, harm_work, side_work):
+        for kind in (model_work,) if given.models else (work, side_work):
             todo = list(kind(measures, store, given))
             bar.update(task, total=len(todo), completed=0)
             for name, do in todo:
@@ -129,7 +129,7 @@ def work(measures: Measure, store: Store, given: argparse.Namespace) -> Iterator
         own = [cell for cell in cells if cell.config == config]
         for number in range(given.per_cell):  # cell by cell in turn: all grow alike
             for cell in own:
-                if number not in store.records(cell.name) and measures.kind_of(cell, number) in given.kinds:
+                if number not in store.records(cell.name) and kind_of(cell, number, RANKS) in given.kinds:
                     yield cell.name, partial(measures.injection, cell, number)
 
 
@@ -145,25 +145,12 @@ def model_work(measures: Measure, store: Store, given: argparse.Namespace) -> It
             if number not in store.records(cell.name):
                 yield cell.name, partial(measures.injection, cell, number)
         for preset in given.presets if given.overhead else ():
-            name = f"{config.name}/overhead-{preset}/all"
-            number = len(store.records(name))
-            yield name, partial(measures.overhead, config, preset, "all", number, given.overhead)
+            yield overhead_work(measures, store, config, preset, given.overhead)
 
 
 def timed_config(given: argparse.Namespace) -> Config:
     """Return the configuration whose overhead is measured and drawn: that of the first cell asked for."""
     return next((cell.config for cell in choose(given.cells)), Config.parse(MAIN))
-
-
-def harm_work(measures: Measure, store: Store, given: argparse.Namespace) -> Iterator[Work]:
-    """Yield runs that tell what missed faults do."""
-    cells = [cell for cell in choose(given.cells) if cell.config.name == MAIN and cell.kind == "standard"]
-    if cells:
-        main = cells[0].config
-        yield f"{MAIN}/seeds", lambda: measures.seeds(main, 2 if given.quick else SEEDS)
-    for cell in cells:
-        for number in measures.misses_without_loss(cell):
-            yield f"{cell.name}: harm", partial(measures.loss_after_miss, cell, number)
 
 
 def side_work(measures: Measure, store: Store, given: argparse.Namespace) -> Iterator[Work]:
@@ -176,10 +163,13 @@ def side_work(measures: Measure, store: Store, given: argparse.Namespace) -> Ite
             yield f"{tried_config.name}/clean", partial(measures.clean, tried_config, "standard", number)
     if given.overhead:
         for preset in MEASURED_PRESETS:
-            for kind in ("all", *(measures.intervals(config, preset) if preset == "standard" else ())):
-                cell = f"{config.name}/overhead-{preset}/{kind}"
-                number = len(store.records(cell))
-                yield cell, partial(measures.overhead, config, preset, kind, number, given.overhead)
+            yield overhead_work(measures, store, config, preset, given.overhead)
+
+
+def overhead_work(measures: Measure, store: Store, config: Config, preset: str, blocks: int) -> Work:
+    """Return one more record of the time that a preset takes."""
+    cell = f"{config.name}/overhead-{preset}/all"
+    return cell, partial(measures.overhead, config, preset, len(store.records(cell)), blocks)
 
 
 if __name__ == "__main__":

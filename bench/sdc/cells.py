@@ -1,15 +1,13 @@
 """Name what is measured, and measure it: one record per number of a cell.
 
 A cell is ``CONFIG/KIND/WHAT``: ``gpt-ddp-float32/standard/gemm_forward`` holds injections at a site under a preset,
-``.../peers/SITE`` the same injections before other detectors, ``.../harm/SITE`` final losses of missed ones,
-``.../clean/PRESET`` undisturbed steps, ``.../overhead-PRESET/AUDIT`` the time that an audit or the preset takes, and
-``.../checkpoint/HOP`` damaged checkpoints.
+``.../peers/SITE`` the same injections before other detectors, ``.../clean/PRESET`` undisturbed steps, and
+``.../overhead-PRESET/all`` the time that the preset takes.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -17,14 +15,13 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from bench.processes import RankFailed
-from bench.sdc.checkpoints import Checkpoints, Hop
 from bench.sdc.injection import DETECTORS, Injection, Site, draw
 from bench.sdc.judging import Judgement, Outcome, Statement, judge_all, judge_replicas
 from bench.sdc.models import Config
 from bench.sdc.peers import Thresholds
 from bench.sdc.ranks import Ranks
 from bench.sdc.store import Store
-from bench.sdc.training import DATA_SEED, ONSET, Result
+from bench.sdc.training import ONSET, Result
 from everstep_trainer.sdc.presets import PRESETS
 
 MAIN = "gpt-ddp-float32"
@@ -45,7 +42,6 @@ CALIBRATION_STEPS = 320
 """Steps until the chain has agreed on its intervals twice."""
 CLEAN_STEPS = 2000
 """Undisturbed steps of one record."""
-SEEDS = 8
 
 
 @dataclass(frozen=True)
@@ -80,11 +76,6 @@ def default_cells() -> Iterator[Cell]:
     for name in OTHERS:
         for site in SITES_OF_OTHERS:
             yield Cell(Config.parse(name), "standard", site)
-    for hop in Hop:
-        yield Cell(main, "checkpoint", hop)
-    recomputed = Config.parse("gpt-ddp-float32-recompute")
-    for site in (Site.ACTIVATIONS, Site.GEMM_FORWARD):
-        yield Cell(recomputed, "peers", site)
 
 
 def cells_of_model(model: str, preset: str) -> list[Cell]:
@@ -139,7 +130,6 @@ class Measure:
         self._window = window
         self._windows: dict[tuple[Config, str], int] = {}
         self._thresholds: dict[Config, Thresholds] = {}
-        self._checkpoints: Checkpoints | None = None
 
     def intervals(self, config: Config, preset: str) -> dict[str, int]:
         """Return the intervals of a preset, as the chain once chose them on this machine."""
@@ -161,20 +151,8 @@ class Measure:
             self._windows[config, preset] = self._ranks.call(config, "steps_until_audited", intervals)[0]
         return self._windows[config, preset]
 
-    def seeds(self, config: Config, count: int = SEEDS) -> None:
-        """Record the final losses of undisturbed runs over other data."""
-        cell = f"{config.name}/seeds/loss"
-        for number in range(count):
-            if number not in self._store.records(cell):
-                losses = self._ranks.call(config, "final_loss", DATA_SEED + number, self.window(config))
-                self._store.add(cell, number, {"loss": losses[0]})
-
     def injection(self, cell: Cell, number: int) -> None:
         """Record one injection."""
-        if cell.kind == "checkpoint":
-            self._checkpoints = self._checkpoints or Checkpoints(cell.config.model)
-            self._store.add(cell.name, number, self._checkpoints.record(Hop(cell.what), number))
-            return
         injection = drawn(cell, number, self._ranks.world)
         if cell.kind == "peers":
             self._store.add(cell.name, number, self._before_peers(cell.config, injection))
@@ -192,26 +170,6 @@ class Measure:
         record = outcome_of(injection, results)
         self._store.add(cell.name, number, {**record, "seconds": round(time.monotonic() - began, 2)})
 
-    def kind_of(self, cell: Cell, number: int) -> str:
-        """Return whether an injection of a cell is permanent or acts once; damaged checkpoints are permanent."""
-        return "permanent" if cell.kind == "checkpoint" else kind_of(cell, number, self._ranks.world)
-
-    def loss_after_miss(self, cell: Cell, number: int) -> None:
-        """Record the final loss of a run that no chain watches, for an injection that the chain has missed."""
-        injection = drawn(cell, number, self._ranks.world)
-        results = self._ranks.call(cell.config, "run", injection, {}, 0.0, self.window(cell.config))
-        self._store.add(_harm(cell), number, {"final_loss": _number(results[0].final_loss)})
-
-    def misses_without_loss(self, cell: Cell) -> list[int]:
-        """Return the injections of a cell that the chain has missed and whose final loss is not recorded."""
-        known = self._store.records(_harm(cell))
-        missed = (
-            n
-            for n, record in self._store.records(cell.name).items()
-            if record["changed_step"] and not record["caught_by"]
-        )
-        return [number for number in missed if number not in known]
-
     def clean(self, config: Config, preset: str, number: int, steps: int = CLEAN_STEPS) -> None:
         """Record undisturbed steps with a chain."""
         intervals = self.intervals(config, preset)
@@ -221,14 +179,12 @@ class Measure:
         audits = sorted({str(said.audit) for result in results for said in result.statements})
         self._store.add(f"{config.name}/clean/{preset}", number, {**record, "audits": audits})
 
-    def overhead(self, config: Config, preset: str, kind: str, number: int, blocks: int) -> None:
-        """Record the time of a step with and without an audit, or with all of them (``all``)."""
-        chosen = self.intervals(config, preset)
-        if kind != "all":
-            chosen = {kind: chosen[kind]}
-        block_steps = max(16, *chosen.values())
-        off, on = self._ranks.call(config, "time_steps", chosen, blocks, min(block_steps, 128))[0]
-        self._store.add(f"{config.name}/overhead-{preset}/{kind}", number, {"off_s": off, "on_s": on})
+    def overhead(self, config: Config, preset: str, number: int, blocks: int) -> None:
+        """Record the time of a step with and without a preset."""
+        intervals = self.intervals(config, preset)
+        block_steps = min(128, max(16, *intervals.values()))
+        off, on = self._ranks.call(config, "time_steps", intervals, blocks, block_steps)[0]
+        self._store.add(f"{config.name}/overhead-{preset}/all", number, {"off_s": off, "on_s": on})
 
     def _before_peers(self, config: Config, injection: Injection) -> dict[str, Any]:
         thresholds = self._thresholds.get(config)
@@ -237,11 +193,7 @@ class Measure:
             thresholds = self._thresholds[config] = Thresholds.fit([[step.signals for step in run] for run in clean])
         results = self._ranks.call(config, "run", injection, {}, 0.0, self.window(config), signals=True)
         alarms = thresholds.first_alarms([result.signals for result in results], results[0].differing_steps)
-        return {**_about(injection, results), "final_loss": _number(results[0].final_loss), "alarms": alarms}
-
-
-def _harm(cell: Cell) -> str:
-    return f"{cell.config.name}/harm/{cell.what}"
+        return {**_about(injection, results), "alarms": alarms}
 
 
 def _about(injection: Injection, results: list[Result]) -> dict[str, Any]:
@@ -252,7 +204,6 @@ def _about(injection: Injection, results: list[Result]) -> dict[str, Any]:
         "shape": str(injection.shape),
         "probability": injection.probability,
         "gate": injection.gate,
-        "stratum": own.stratum,
         "elements": own.elements,
         "activations": own.activations,
         "changed_step": own.changed_step,
@@ -293,7 +244,3 @@ def _weightiest(judgements: list[Judgement]) -> Judgement | None:
 
 def _is_against_honest(judgement: Judgement, injection: Injection, *outcomes: Outcome) -> bool:
     return judgement.outcome in outcomes and judgement.rank != injection.rank
-
-
-def _number(value: float | None) -> float | str | None:
-    return value if value is None or math.isfinite(value) else str(value)

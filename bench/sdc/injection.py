@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TypeVar
@@ -21,7 +21,6 @@ import torch
 
 RARELY, ALWAYS = 1e-8, 1.0
 STRIPE = 32
-MANTISSA_BITS = {torch.float32: 23, torch.bfloat16: 7, torch.float16: 10, torch.float64: 52}
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -106,18 +105,8 @@ class Injection:
     def mask(self, dtype: torch.dtype) -> int:
         """Return the flipped bits of a word of this dtype."""
         width = dtype.itemsize * 8
-        return _or(1 << min(width - 1, int(place * width)) for place in self.positions)
-
-    def stratum(self, dtype: torch.dtype) -> str:
-        """Return the part of a value with the most effect among the flipped bits."""
-        if self.corruption in (Corruption.VALUE, Corruption.NOT_FINITE):
-            return str(self.corruption)
-        mask, width, mantissa = self.mask(dtype), dtype.itemsize * 8, MANTISSA_BITS[dtype]
-        if mask >> mantissa & ((1 << width - 1 - mantissa) - 1):
-            return "exponent"
-        if mask >> (width - 1):
-            return "sign"
-        return "high mantissa" if mask >> (mantissa // 2 + 1) else "low mantissa"
+        places = {min(width - 1, int(place * width)) for place in self.positions}
+        return sum(1 << place for place in places)
 
 
 def draw(cell: str, site: Site, number: int, ranks: int) -> Injection:
@@ -153,13 +142,6 @@ def _choose(random: np.random.Generator, shares: Mapping[Choice, float]) -> Choi
     return list(shares)[int(random.choice(len(shares), p=list(shares.values())))]
 
 
-def _or(numbers: Iterable[int]) -> int:
-    whole = 0
-    for number in numbers:
-        whole |= number
-    return whole
-
-
 class Fault:
     """An injection at work on its rank.
 
@@ -174,7 +156,6 @@ class Fault:
         self.seen = 0
         """Elements that have passed the site."""
         self.activations = 0
-        self.stratum = ""
         if injection is not None:
             self._random = np.random.default_rng(injection.seed + 1)
             self._next: int | None = int(injection.begin * elements)
@@ -246,7 +227,6 @@ class Fault:
             if not len(at):
                 return
         self.activations += len(at)
-        self.stratum = injection.stratum(tensor.dtype)
         hit = shape_mask(tuple(tensor.shape), at, injection.shape)
         _change(flat, hit, injection)
         if flat.data_ptr() != tensor.data_ptr():

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
-import os
 import tempfile
 import traceback
 from contextlib import suppress
-from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from multiprocessing.connection import Connection, Pipe
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
-from bench.processes import RankFailed
+from bench.processes import ProcessPool, RankFailed
 from bench.sdc.models import Config
 
 ANSWER_S = 900.0
@@ -34,6 +31,7 @@ class Ranks:
 
     def __init__(self, world: int, warm_steps: int) -> None:
         self.world, self.warm_steps = world, warm_steps
+        self._pool = ProcessPool([_serve.__module__, "bench.sdc.training", "torch._dynamo"])
         self._start()
 
     def call(self, config: Config, method: str, *args: Any, **options: Any) -> list[Any]:
@@ -42,7 +40,7 @@ class Ranks:
         Raises:
             RankFailed: A rank raised or hung. The next call starts all ranks anew.
         """
-        if not self._processes:
+        if not self._pipes:
             self._start()
         for pipe in self._pipes:
             pipe.send((config, method, args, options))
@@ -64,28 +62,18 @@ class Ranks:
 
     def _start(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="everstep-bench-")
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload([_serve.__module__, "bench.sdc.training", "torch._dynamo"])
         self._pipes: list[Connection] = []
-        self._processes: list[BaseProcess] = []
         for rank in range(self.world):
-            ours, theirs = context.Pipe()
-            arguments = (theirs, self._folder.name, rank, self.world, self.warm_steps)
-            process = context.Process(target=_serve, args=arguments, daemon=True)
-            process.start()
+            ours, theirs = Pipe()
+            self._pool.start(_serve, theirs, self._folder.name, rank, self.world, self.warm_steps)
             theirs.close()
             self._pipes.append(ours)
-            self._processes.append(process)
 
     def _stop(self) -> None:
         for pipe in self._pipes:
-            pipe.close()  # a waiting rank leaves its loop
-        for process in self._processes:
-            process.join(OTHERS_S)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        self._processes.clear()
+            pipe.close()
+        self._pipes.clear()
+        self._pool.end()
         self._folder.cleanup()
 
     def __enter__(self) -> Ranks:
@@ -93,6 +81,7 @@ class Ranks:
 
     def __exit__(self, *error: object) -> None:
         self._stop()
+        self._pool.__exit__(None, None, None)
 
 
 def _is_consequence(failure: str) -> bool:
@@ -104,7 +93,6 @@ def _serve(pipe: Connection, folder: str, rank: int, world: int, warm_steps: int
     from bench.sdc.training import Training
 
     torch.set_num_threads(1)
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=FileStore(f"{folder}/store", world), rank=rank, world_size=world)
     trainings: dict[Config, Training] = {}
     with suppress(EOFError, BrokenPipeError):  # the parent is done, or has died

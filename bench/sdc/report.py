@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,7 +17,6 @@ from matplotlib.axes import Axes
 
 from bench.sdc.cells import MAIN, MEASURED_PRESETS, PEER_SITES, Cell, cells_of_model
 from bench.sdc.injection import DETECTORS, MEMORY, Site
-from bench.sdc.models import Config
 from bench.sdc.peers import PEERS
 from bench.sdc.store import Store
 from bench.table import Row
@@ -33,8 +31,6 @@ COMPUTE = (
     Site.AFTER_COLLECTIVE,
     Site.ACTIVATIONS,
 )
-MANY_PASSES = 6
-"""Passes of blocks in a step, roughly: a fault with as many activations a step is active in each pass."""
 MODEL_MARKS = {"light": (95, 98), "standard": (97, 99)}
 """Floor and aim of the share that a preset catches on models of other structures."""
 WITHIN_STEPS = (50, 100, 200, 400, 800)
@@ -72,21 +68,13 @@ class Report:
 
     def rows(self) -> list[Row]:
         """Return all rows that the store has records for."""
-        rows = []
-        for preset in MEASURED_PRESETS:
-            rows += self._preset_rows(preset)
-        for cell in self.cells:
-            if cell.kind in MEASURED_PRESETS:
-                rows.append(self._cell_row(cell))
-        rows += (
-            self._checkpoint_rows() + self._stratum_rows() + self._audit_rows() + self._harm_rows() + self._peer_rows()
-        )
-        return rows + self._clean_rows() + self._overhead_rows()
+        rows = [row for preset in MEASURED_PRESETS for row in self._preset_rows(preset)]
+        rows += [self._cell_row(cell) for cell in self.cells if cell.kind in MEASURED_PRESETS]
+        return rows + self._peer_rows() + self._clean_rows() + self._overhead_rows()
 
     def records(self, config: str, kind: str, sites: Iterable[str]) -> list[Record]:
         """Return the injections of these sites that changed parameters."""
-        found = (record for site in sites for record in self._store.records(f"{config}/{kind}/{site}").values())
-        return [record for record in found if record["changed_step"]]  # a run that failed has none
+        return _changed(r for site in sites for r in self._store.records(f"{config}/{kind}/{site}").values())
 
     def model_rows(self, models: Iterable[str], presets: Iterable[str], kinds: Iterable[str]) -> list[Row]:
         """Return what presets catch on models of other structures, of injections of these kinds."""
@@ -96,129 +84,51 @@ class Report:
             everything: list[Record] = []
             for model in models:
                 tried = [r for cell in cells_of_model(model, preset) for r in self._store.records(cell.name).values()]
-                tried = [record for record in tried if "failed" in record or _kind(record) in kinds]
+                tried = [r for r in tried if "failed" in r or ("permanent" if r["probability"] else "once") in kinds]
                 everything += tried
-                rows += self._model_rows(f"{model}, {preset}", tried)
-                cost = self.overhead(Config.parse(f"{model}-ddp-float32").name, preset, "all")
+                rows.append(_found_row(f"{model}, {preset}: faults caught", _changed(tried)))
+                cost = self.overhead(f"{model}-ddp-float32", preset)
                 if cost is not None:
                     rows.append(Row(f"{model}, {preset}: overhead", cost, "% of a step"))
-            changed = [record for record in everything if record["changed_step"]]
-            rows.append(share_row(f"{preset}, all models: faults caught", *_hits(changed), *marks))
-            frequent = [record for record in changed if record["probability"] * record["elements"] >= 1.0]
-            rows.append(share_row(f"{preset}, all models: those that act in each step", *_hits(frequent), *marks))
-            named = [record for record in changed if record["caught_by"]]
-            right = sum(record["named"] == record["rank"] for record in named)
-            rows.append(share_row(f"{preset}, all models: of the caught, the rank named", right, len(named)))
-            struck = sum(bool(record.get("honest_strikes") or record.get("honest_convicted")) for record in everything)
-            rows.append(Row(f"{preset}, all models: honest ranks with a strike", struck, "", 0, 0))
-            failed = sum("failed" in record for record in everything)
-            rows.append(Row(f"{preset}, all models: runs ended by an error", failed, "", 0, 0))
-        return rows
-
-    def _model_rows(self, name: str, tried: list[Record]) -> list[Row]:
-        changed = [record for record in tried if record["changed_step"]]
-        latencies = [record["latency"] for record in changed if record["caught_by"]]
-        by = Counter(record["caught_by"] for record in changed if record["caught_by"])
-        text = ", ".join(f"{kind} {count}" for kind, count in by.most_common())
-        late = f"median {median(latencies):.0f} steps; " if latencies else ""
-        rows = [share_row(f"{name}: faults caught", *_hits(changed), more=late + text)]
-        if seconds := [record["seconds"] for record in tried if "seconds" in record]:
-            rows.append(Row(f"{name}: time of an injection", sum(seconds) / len(seconds), "s"))
+            changed, name = _changed(everything), f"{preset}, all models"
+            rows.append(share_row(f"{name}: faults caught", *_hits(changed), *marks))
+            frequent = [record for record in changed if _activations(record) >= 1.0]
+            rows.append(share_row(f"{name}: those that act in each step", *_hits(frequent), *marks))
+            rows.append(share_row(f"{name}: of the caught, the rank named", *_named(changed)))
+            rows += _honest_rows(name, everything)
         return rows
 
     def _preset_rows(self, preset: str) -> list[Row]:
-        judged = preset == "standard"
-        marks: Callable[[float, float], tuple[float | None, float | None]] = lambda floor, aim: (  # noqa: E731
-            (floor, aim) if judged else (None, None)
-        )
+        def row(name: str, hits: tuple[int, int], floor: float | None = None, aim: float | None = None) -> Row:
+            marks = (floor, aim) if preset == "standard" else (None, None)
+            return share_row(f"{preset}: {name}", *hits, *marks)
+
         whole = self.records(MAIN, preset, (*COMPUTE, *MEMORY))
         if not whole:
             return []
         lasting, once = _by_duration(whole)
         rows = [
-            share_row(f"{preset}: permanent faults caught", _caught(lasting), len(lasting), *marks(95, 99)),
-            share_row(f"{preset}: permanent, active in each pass of a block", *_hits(filter(_is_frequent, lasting))),
+            row("permanent faults caught", _hits(lasting), 95, 99),
+            row("permanent, less than once in a step", _hits(r for r in lasting if _activations(r) < 1.0)),
         ]
         for steps in WITHIN_STEPS:
             soon = sum(bool(record["caught_by"]) and record["latency"] <= steps for record in lasting)
-            rows.append(share_row(f"{preset}: permanent, caught within {steps} steps", soon, len(lasting)))
-        named = [r for r in lasting if r["caught_by"]]
-        right = sum(r["named"] == r["rank"] for r in named)
-        rows.append(share_row(f"{preset}: of the caught, the rank named", right, len(named), *marks(99, 100)))
+            rows.append(row(f"permanent, caught within {steps} steps", (soon, len(lasting))))
+        rows.append(row("of the caught, the rank named", _named(lasting), 99, 100))
         for text, sites, floor, aim in (("passes and gradients", COMPUTE, 90, 98), ("state", MEMORY, 99.9, 100)):
             some, _ = _by_duration(self.records(MAIN, preset, sites))
-            rows.append(share_row(f"{preset}: permanent in {text}", _caught(some), len(some), *marks(floor, aim)))
-        rows.append(share_row(f"{preset}: faults that act once", _caught(once), len(once), *marks(60, 85)))
-        tried = [
-            record for cell in self.cells if cell.kind == preset for record in self._store.records(cell.name).values()
-        ]
-        everyone = [record for record in tried if "failed" not in record]
-        evicted = sum(bool(r["honest_convicted"]) for r in everyone)
-        struck = sum(bool(r["honest_strikes"]) for r in everyone)
-        rows.append(Row(f"{preset}: honest ranks convicted", evicted, "", 0, 0, f"{len(everyone)} injections"))
-        rows.append(Row(f"{preset}: runs ended by an error", len(tried) - len(everyone), "", 0, 0))
-        rows.append(Row(f"{preset}: honest ranks with a strike", struck, "", None, None, "two within 7 days convict"))
-        return rows
+            rows.append(row(f"permanent in {text}", _hits(some), floor, aim))
+        rows.append(row("faults that act once", _hits(once), 60, 85))
+        cells = (cell for cell in self.cells if cell.kind == preset)
+        tried = [record for cell in cells for record in self._store.records(cell.name).values()]
+        return rows + _honest_rows(preset, tried)
 
     def _cell_row(self, cell: Cell) -> Row:
-        records = [record for record in self._store.records(cell.name).values() if "failed" not in record]
+        records = self._store.records(cell.name).values()
         if cell.what in DETECTORS:
-            reported = [record for record in records if record["caught_by"]]
-            named = sum(record["named"] == record["rank"] for record in reported)
-            return share_row(cell.name, named, len(reported), more="the liar named")
-        changed, once = _by_duration(record for record in records if record["changed_step"])
-        latencies = [record["latency"] for record in changed if record["caught_by"]]
-        by = Counter(record["caught_by"] for record in changed if record["caught_by"])
-        text = ", ".join(f"{kind} {count}" for kind, count in by.most_common())
-        late = f"median {median(latencies):.0f} steps; " if latencies else ""
-        rare = f"; once: {_caught(once)} of {len(once)}" if once else ""
-        return share_row(cell.name, *_hits(changed), more=late + text + rare)
-
-    def _checkpoint_rows(self) -> list[Row]:
-        rows = []
-        for cell in self.cells:
-            if cell.kind == "checkpoint":
-                changed = [record for record in self._store.records(cell.name).values() if record["changed"]]
-                hits = sum(record["caught"] for record in changed)
-                rows.append(share_row(f"checkpoint bytes, {cell.what}", hits, len(changed), 99.9, 100))
-        return rows
-
-    def _permanent(self) -> list[Record]:
-        """Return the permanent faults of all sites: of those that act once, the store may hold more than their part."""
-        return _by_duration(self.records(MAIN, "standard", (*COMPUTE, *MEMORY)))[0]
-
-    def _stratum_rows(self) -> list[Row]:
-        whole = self._permanent()
-        rows = []
-        for field in ("stratum", "shape", "corruption"):
-            for value in sorted({record[field] for record in whole}):
-                rows.append(share_row(f"standard: permanent, {value}", *_hits(r for r in whole if r[field] == value)))
-        bounds = (0.0, 1.0, 100.0, math.inf)
-        for low, high in itertools.pairwise(bounds):
-            some = (record for record in whole if low <= record["probability"] * record["elements"] < high)
-            rows.append(share_row(f"standard: permanent, {low:g} to {high:g} activations a step", *_hits(some)))
-        return rows if whole else []
-
-    def _audit_rows(self) -> list[Row]:
-        whole = self._permanent()
-        caught = Counter(record["caught_by"] for record in whole if record["caught_by"])
-        return [
-            share_row(f"standard: permanent, caught first by {kind}", n, len(whole)) for kind, n in caught.most_common()
-        ]
-
-    def _harm_rows(self) -> list[Row]:
-        seeds = [record["loss"] for record in self._store.records(f"{MAIN}/seeds/loss").values()]
-        missed = [r for site in Site for r in self._store.records(f"{MAIN}/harm/{site}").values()]
-        without = [r for site in Site for r in self.records(MAIN, "peers", (site,))]
-        if len(seeds) < 2:
-            return []
-        harmful: Callable[[Record], bool] = lambda r: not min(seeds) <= float(r["final_loss"]) <= max(seeds)  # noqa: E731
-        spread = f"loss outside {min(seeds):.4f} to {max(seeds):.4f}"
-        return [
-            share_row(f"{text}: harm after the window", sum(map(harmful, some)), len(some), more=spread)
-            for text, runs in (("standard, missed", missed), ("without a chain", without))
-            if (some := [record for record in runs if record["final_loss"] is not None])
-        ]
+            return share_row(cell.name, *_named(r for r in records if "failed" not in r), more="the liar named")
+        lasting, once = _by_duration(_changed(records))
+        return _found_row(cell.name, lasting, f"; once: {_caught(once)} of {len(once)}" if once else "")
 
     def _peer_rows(self) -> list[Row]:
         rows = []
@@ -228,42 +138,38 @@ class Report:
             for peer in PEERS:
                 hits = sum(bool(record["alarms"][peer]) for record in records)
                 rows.append(share_row(f"{config}: {peer}", hits, len(records), more="peer"))
-            numbers = {site: set(self._store.records(f"{config}/peers/{site}")) for site in sites}
-            ours = [
-                record
-                for site in sites
-                for number, record in self._store.records(f"{config}/standard/{site}").items()
-                if number in numbers[site] and record["changed_step"]
-            ]
-            if ours:
-                rows.append(share_row(f"{config}: standard, on the same injections", *_hits(ours)))
+            for preset in MEASURED_PRESETS:
+                ours = [
+                    record
+                    for site in sites
+                    for number, record in self._store.records(f"{config}/{preset}/{site}").items()
+                    if number in self._store.records(f"{config}/peers/{site}")
+                ]
+                if ours:
+                    rows.append(share_row(f"{config}: {preset}, on the same injections", *_hits(_changed(ours))))
         return rows
 
     def _clean_rows(self) -> list[Row]:
         rows = []
-        for cell in self.cells:
-            if cell.kind == "clean":
-                records = self._store.records(cell.name).values()
-                steps, alarms = sum(record["steps"] for record in records), sum(record["alarms"] for record in records)
-                rows.append(
-                    Row(f"{cell.name}: false alarms", 1e6 * alarms / steps, "per 1e6 steps", 0, 0, f"in {steps} steps")
-                )
+        for cell in (cell for cell in self.cells if cell.kind == "clean"):
+            records = self._store.records(cell.name).values()
+            steps, alarms = (sum(record[name] for record in records) for name in ("steps", "alarms"))
+            name, rate = f"{cell.name}: false alarms", 1e6 * alarms / steps
+            rows.append(Row(name, rate, "per 1e6 steps", 0, 0, f"in {steps} steps"))
         return rows
 
-    def overhead(self, config: str, preset: str, kind: str) -> float | None:
+    def overhead(self, config: str, preset: str) -> float | None:
         """Return by how many percent a step takes longer; the median of paired blocks."""
-        records = self._store.records(f"{config}/overhead-{preset}/{kind}").values()
+        records = self._store.records(f"{config}/overhead-{preset}/all").values()
         ratios = [on / off for record in records for off, on in zip(record["off_s"], record["on_s"], strict=True)]
         return 100 * (median(ratios) - 1) if ratios else None
 
     def _overhead_rows(self) -> list[Row]:
         rows = []
-        for cell in self.cells:
-            if cell.kind.startswith("overhead-"):
-                preset = cell.kind.removeprefix("overhead-")
-                judged = (5, 2) if preset == "standard" and cell.what == "all" else (None, None)
-                value = self.overhead(cell.config.name, preset, cell.what)
-                rows.append(Row(f"{cell.name}", value, "% of a step", *judged))
+        for cell in (cell for cell in self.cells if cell.kind.startswith("overhead-")):
+            preset = cell.kind.removeprefix("overhead-")
+            marks = (5, 2) if preset == "standard" else (None, None)
+            rows.append(Row(cell.name, self.overhead(cell.config.name, preset), "% of a step", *marks))
         return rows
 
     def draw(self, path: Path, config: str = MAIN) -> None:
@@ -274,7 +180,7 @@ class Report:
         figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.4), sharey=True, width_ratios=(1, 1.3))
         for preset in MEASURED_PRESETS:
             records, _ = _by_duration(self.records(config, preset, PEER_SITES))
-            cost = self.overhead(config, preset, "all")
+            cost = self.overhead(config, preset)
             if records and cost is not None:
                 at = max(cost, 0.0)
                 share = _draw_share(right, at, *_hits(records), OURS)
@@ -305,16 +211,20 @@ def _draw_share(axes: Axes, at: float, hits: int, of: int, colour: str) -> float
     return share
 
 
-def _kind(record: Record) -> str:
-    return "permanent" if record["probability"] else "once"
+def _changed(records: Iterable[Record]) -> list[Record]:
+    """Return the injections that changed parameters; a run that failed has none."""
+    return [record for record in records if record["changed_step"]]
 
 
 def _by_duration(records: Iterable[Record]) -> tuple[list[Record], list[Record]]:
     """Return the permanent faults, and those that act once."""
     known = list(records)
-    return [record for record in known if record["probability"]], [
-        record for record in known if not record["probability"]
-    ]
+    return [r for r in known if r["probability"]], [r for r in known if not r["probability"]]
+
+
+def _activations(record: Record) -> float:
+    """Return in how many elements of a step the fault is active, on average."""
+    return float(record["probability"] * record["elements"])
 
 
 def _caught(records: Iterable[Record]) -> int:
@@ -326,6 +236,25 @@ def _hits(records: Iterable[Record]) -> tuple[int, int]:
     return _caught(known), len(known)
 
 
-def _is_frequent(record: Record) -> bool:
-    is_frequent: bool = record["probability"] * record["elements"] >= MANY_PASSES
-    return is_frequent
+def _named(records: Iterable[Record]) -> tuple[int, int]:
+    """Return how many faults were named with their rank, and how many were caught."""
+    caught = [record for record in records if record["caught_by"]]
+    return sum(record["named"] == record["rank"] for record in caught), len(caught)
+
+
+def _found_row(name: str, changed: list[Record], more: str = "") -> Row:
+    """Return a row with the share that was caught, how late, and first by which audits."""
+    caught = [record for record in changed if record["caught_by"]]
+    by = ", ".join(f"{kind} {count}" for kind, count in Counter(r["caught_by"] for r in caught).most_common())
+    late = f"median {median(record['latency'] for record in caught):.0f} steps; " if caught else ""
+    return share_row(name, len(caught), len(changed), more=late + by + more)
+
+
+def _honest_rows(name: str, tried: list[Record]) -> list[Row]:
+    ended = [record for record in tried if "failed" not in record]
+    convicted, struck = (sum(bool(r[f"honest_{what}"]) for r in ended) for what in ("convicted", "strikes"))
+    return [
+        Row(f"{name}: honest ranks convicted", convicted, "", 0, 0, f"{len(ended)} injections"),
+        Row(f"{name}: honest ranks with a strike", struck, "", 0, 0, "two within 7 days convict"),
+        Row(f"{name}: runs ended by an error", len(tried) - len(ended), "", 0, 0),
+    ]

@@ -48,7 +48,7 @@ WARM_AUDITS = 48
 FLUSH_STEPS = 3
 STEPS_OF_TURN = 8
 """Steps that are timed without the chain, and then with it, in turns."""
-DATA_SEED, EVALUATION_SEED, EVALUATIONS = 1, 10_007, 4
+DATA_SEED = 1
 
 Intervals = Mapping[str, int]
 """Steps between two audits by their kind; a kind that is not named is off."""
@@ -70,9 +70,6 @@ class Result:
     elements: int = 0
     """Elements that pass the fault's site in a step."""
     activations: int = 0
-    stratum: str = ""
-    final_loss: float | None = None
-    """On fixed data, after a whole window without a chain."""
     clean_audits: int = 0
     """The number of steps that were reported as clean."""
     signals: list[StepSignals] = field(default_factory=list)
@@ -103,13 +100,6 @@ class Training:
                 self.step(step, DATA_SEED)
                 self._reference.append(self.gather(0)[1])
         return self._reference
-
-    def final_loss(self, seed: int, window: int) -> float:
-        """Return the loss on fixed data after an undisturbed run over other data."""
-        self.reset()
-        for step in range(1, ONSET + window + 1):
-            self.step(step, seed)
-        return self.evaluate()
 
     def intervals(self, preset: SdcPreset, steps: int) -> dict[str, int]:
         """Return the intervals that the chain chooses from the costs it measures in ``steps`` steps."""
@@ -175,7 +165,7 @@ class Training:
                 stack.enter_context(peers.install())
             run.train()
         result = run.result
-        result.activations, result.stratum = fault.activations, fault.stratum
+        result.activations = fault.activations
         result.statements += self.take_statements()
         result.clean_audits = len(self._clean_steps)
         return result
@@ -358,17 +348,6 @@ class Training:
         numbers, digests, idle = everybodys.view(self.world, -1).unbind(1)
         return int(numbers.sum()), digests.tolist(), int(idle.max())
 
-    @torch.no_grad()
-    def evaluate(self) -> float:
-        self.inner.eval()
-        total = torch.zeros(())
-        for number in range(EVALUATIONS):
-            batch = batch_of(self.config.model, EVALUATION_SEED, number, self.rank)
-            total += self.model(*batch)
-        self.inner.train()
-        dist.all_reduce(total)
-        return total.item() / EVALUATIONS / self.world
-
 
 class _Run:
     """The steps of one run after an injection, and what they show."""
@@ -413,8 +392,6 @@ class _Run:
                     return
             elif self._chain is not None:
                 self._skip_steps(self._chain, self._injection, idle_steps if self._is_forgotten(digests) else 0)
-        if self._chain is None:
-            self.result.final_loss = self._training.evaluate()
 
     def _train_step(self) -> tuple[int, list[int], int]:
         """Train a step. Return the statements, the ranks' digests, and the next steps that the fault leaves alone."""

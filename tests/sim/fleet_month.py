@@ -17,7 +17,7 @@ from bench.failures import schedule
 from bench.goodput.fleet_days import FleetDays
 from bench.goodput.fleet_nodes import FleetPlan
 from bench.goodput.recovery_model import RecoveryModel
-from bench.goodput.runs import Assumptions, site_policy
+from bench.goodput.runs import site_policy
 from everstep_controller.core.effects import Effect
 from everstep_controller.core.events import Event
 from everstep_controller.core.policy import CorePolicy
@@ -75,7 +75,7 @@ class Month:
 
 def play_month(nodes: int, spares: int, days: float, seed: int, on_progress: Any = None) -> Month:
     """Play a fleet under the failure model. Raises Violation."""
-    policy = site_policy(nodes, Assumptions())
+    policy = site_policy(nodes)
     plan = FleetPlan(nodes=nodes, spares=spares, hours=24 * days)
     failures = schedule(nodes + spares, plan.hours, random.Random(seed))
     observer = CheckingObserver(policy)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
-from dataclasses import fields
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +12,7 @@ from bench.goodput.fleet_days import FleetDays
 from bench.goodput.fleet_nodes import FleetPlan
 from bench.goodput.recovery_model import RecoveryModel
 from bench.goodput.restart_all import RestartAll
-from bench.goodput.runs import Assumptions, play, replays, repricings, site_policy
+from bench.goodput.runs import Assumptions, play, repricings, site_policy
 from tests.sim.fleet_month import play_month
 
 TOLERANCE_S = 3.0
@@ -26,7 +23,7 @@ def _decisions(seed: int, *, eager: bool) -> list[tuple[str, float]]:
     """Return the decisions with their times, those of one time sorted."""
     plan = FleetPlan(nodes=20, spares=4, hours=3.0, per_rack=6, transients_per_node_day=40.0)
     failures = schedule(24, plan.hours, random.Random(seed), per_rack=6, rate=1500.0)
-    fleet = FleetDays(plan, failures, site_policy(20, Assumptions()), RecoveryModel(), seed, eager=eager)
+    fleet = FleetDays(plan, failures, site_policy(20), RecoveryModel(), seed, eager=eager)
     return sorted((_without_figures(decision), at) for at, decision in fleet.run().decisions)
 
 
@@ -65,48 +62,3 @@ def test_death_seen_by_socket_costs_training_time() -> None:
     assert outcome.stops
     expected = outcome.ratio - outcome.stops * model.touched_gib * model.free_s_per_gib / (20 * 86400.0)
     assert outcome.repriced(model, by_socket) == pytest.approx(expected)
-
-
-def test_every_assumption_has_a_sensitivity_row() -> None:
-    assumptions = Assumptions()
-    changed = {
-        field.name
-        for model in (*repricings(assumptions.model).values(), *(a.model for a in replays(assumptions).values()))
-        for field in fields(model)
-        if getattr(model, field.name) != getattr(assumptions.model, field.name)
-    }
-    assert changed == {field.name for field in fields(RecoveryModel)}
-    played = {
-        field.name
-        for other in replays(assumptions).values()
-        for field in fields(other)
-        if getattr(other, field.name) != getattr(assumptions, field.name)
-    }
-    assert played == {field.name for field in fields(Assumptions)} - {"days"}
-
-
-def test_recovery_model_reads_measured_times(tmp_path: Path) -> None:
-    phases = {"abort": 0.001, "teardown": 0.012, "rendezvous": 0.014, "build": 0.032, "first_step": 0.07}
-    rows = [{"name": f"ddp SIGKILL rank 3 between, {name}", "value": value} for name, value in phases.items()]
-    rows += [{"name": "fsdp2 SIGKILL rank 3 between, build", "value": 9.0}]
-    file = tmp_path / "recovery.json"
-    file.write_text(json.dumps({"rows": rows}))
-    with pytest.raises(ValueError, match="no row for a step with hooks"):
-        RecoveryModel.measured(file)
-    rows.append({"name": "step with hooks and a snapshot every step, median", "value": 50.0})
-    file.write_text(json.dumps({"rows": rows}))
-    model = RecoveryModel.measured(file)
-    assert (model.leave_s, model.meet_s, model.build_s) == pytest.approx((0.013, 0.014, 0.32))
-    assert model.first_step_factor == pytest.approx(0.4)
-    assert model.seen_s == RecoveryModel().seen_s, "the deaths were not measured"
-    for size, socket_ms, mutex_ms in (("10 MiB", 5.0, 2.0), ("2.4 GiB", 961.0, 3.0)):
-        rows.append({"name": f"SIGKILL with {size} touched, known by socket, median of 7", "value": socket_ms})
-        rows.append({"name": f"SIGKILL with {size} touched, known by mutex, median of 7", "value": mutex_ms})
-    file.write_text(json.dumps({"rows": rows}))
-    measured = RecoveryModel.measured(file)
-    assert (measured.seen_s, measured.free_s_per_gib) == pytest.approx((0.003, 0.4))
-    assert measured.seen_by_socket_s == pytest.approx(0.003 + 4.0)
-    rows = rows[:-4]
-    file.write_text(json.dumps({"rows": rows[-1:]}))
-    with pytest.raises(ValueError, match="no rows for 'abort'"):
-        RecoveryModel.measured(file)

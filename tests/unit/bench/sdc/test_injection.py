@@ -58,19 +58,6 @@ def test_fault_that_acts_once_is_idle_ever_after() -> None:
     assert once.elements_until_active() == math.inf
 
 
-@pytest.mark.parametrize(
-    ("positions", "stratum"),
-    [
-        ((31 / 32,), "sign"),
-        ((31 / 32, 25 / 32), "exponent"),
-        ((22 / 32,), "high mantissa"),
-        ((0.0, 11 / 32), "low mantissa"),
-    ],
-)
-def test_stratum_is_of_the_heaviest_bit(positions: tuple[float, ...], stratum: str) -> None:
-    assert replace(PLAIN, positions=positions).stratum(torch.float32) == stratum
-
-
 def test_fault_that_acts_once_hits_its_place_in_the_step() -> None:
     acting = fault(replace(PLAIN, begin=0.75), elements=16)
     calls = [torch.zeros(4) for _ in range(8)]

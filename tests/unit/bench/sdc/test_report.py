@@ -1,4 +1,4 @@
-"""Figures from records: shares with their intervals, by audit, stratum and preset."""
+"""Figures from records: shares with their intervals, by audit and preset."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ def record(caught_by: str = "", **more: object) -> dict[str, object]:
         "rank": 1,
         "corruption": "one bit",
         "shape": "single",
-        "stratum": "exponent",
         "probability": 0.01,
         "gate": 0.0,
         "elements": 1000,
@@ -42,9 +41,6 @@ def store(tmp_path: Path) -> Store:
     store.add(cell, 2, record())
     store.add(cell, 3, record(changed_step=0))  # changed nothing, so there was nothing to catch
     store.add(cell, 4, {"failed": "RuntimeError: connection reset", "rank": 2, "changed_step": 0})
-    store.add(f"{MAIN}/harm/attention", 2, {"final_loss": 1.2})
-    for number, loss in enumerate((1.0, 1.1)):
-        store.add(f"{MAIN}/seeds/loss", number, {"loss": loss})
     store.add(f"{MAIN}/clean/standard", 0, {"steps": 2000, "alarms": 1, "rotations": 3, "audits": []})
     store.add(f"{MAIN}/overhead-standard/all", 0, {"off_s": [1.0, 1.0, 2.0], "on_s": [1.01, 1.02, 2.06]})
     return store
@@ -57,7 +53,6 @@ def test_rows_sum_up_the_records(store: Store) -> None:
     assert values["standard: of the caught, the rank named"] == 50
     assert values["standard: honest ranks convicted"] == 1
     assert values["standard: runs ended by an error"] == 1
-    assert values["standard, missed: harm after the window"] == 100
     assert values[f"{MAIN}/clean/standard: false alarms"] == 500
     assert values[f"{MAIN}/overhead-standard/all"] == pytest.approx(2)
 
@@ -65,12 +60,11 @@ def test_rows_sum_up_the_records(store: Store) -> None:
 def test_model_rows_count_the_kinds_asked_for(tmp_path: Path) -> None:
     store = Store(tmp_path)
     cell = "vit-ddp-float32/light/attention"
-    store.add(cell, 0, record("peer_replay", seconds=2.0))
-    store.add(cell, 1, record(seconds=4.0))
+    store.add(cell, 0, record("peer_replay"))
+    store.add(cell, 1, record())
     store.add(cell, 2, record(probability=0.0))
     rows = {row.name: row for row in Report(store).model_rows(["vit"], ["light"], ["permanent"])}
     assert rows["vit, light: faults caught"].value == 50
-    assert rows["vit, light: time of an injection"].value == 3.0
     assert rows["light, all models: faults caught"].against.startswith("1 of 2")
     assert rows["light, all models: faults caught"].met == "no"
     once = {row.name: row for row in Report(store).model_rows(["vit"], ["light"], ["once"])}
