@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.nn.functional import cross_entropy
 from torch.nn.utils import parametrizations, prune
 from torch.utils.checkpoint import checkpoint
 
@@ -64,29 +65,6 @@ def learn(training: AuditedTraining, replicas: nn.Module, optimizer: torch.optim
 # ---- models
 
 
-@honest("A model of three layers, for comparison.")
-def plain(training: AuditedTraining) -> None:
-    learn(training, *training.build(mlp()))
-
-
-@honest("Dropout.")
-def dropout(training: AuditedTraining) -> None:
-    learn(training, *training.build(mlp(nn.Dropout(0.3))))
-
-
-@honest("Batch normalization, whose statistics differ between ranks.")
-def batch_norm(training: AuditedTraining) -> None:
-    learn(training, *training.build(mlp(nn.BatchNorm1d(128))))
-
-
-@honest("A convolutional network with batch normalization.")
-def convolutions(training: AuditedTraining) -> None:
-    torch.manual_seed(1)
-    layers = [nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True)]
-    layers += [nn.Conv2d(16, 16, 3, stride=2), nn.GroupNorm(4, 16), nn.ReLU(inplace=True), nn.Flatten()]
-    learn(training, *training.build(nn.Sequential(*layers, nn.Linear(144, CLASSES))))
-
-
 class _Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -95,26 +73,9 @@ class _Tied(nn.Module):
         self.head = nn.Linear(32, CLASSES, bias=False)
         self.head.weight = self.embedding.weight
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         tokens = x[:, :4].abs().mul(3).long() % CLASSES
-        out: torch.Tensor = self.head(torch.tanh(self.layer(self.embedding(tokens).mean(1))))
-        return out
-
-
-@honest("The head shares its weight with the embedding.")
-def weight_tying(training: AuditedTraining) -> None:
-    torch.manual_seed(1)
-    learn(training, *training.build(_Tied()))
-
-
-@honest("A transformer encoder with dropout.")
-def transformer(training: AuditedTraining) -> None:
-    torch.manual_seed(1)
-    layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
-    model = nn.Sequential(
-        nn.Unflatten(1, (4, 16)), nn.TransformerEncoder(layer, 2), nn.Flatten(), nn.Linear(WIDTH, CLASSES)
-    )
-    learn(training, *training.build(model))
+        return self.head(torch.tanh(self.layer(self.embedding(tokens).mean(1))))
 
 
 class _Recurrent(nn.Module):
@@ -123,52 +84,17 @@ class _Recurrent(nn.Module):
         self.cells = kind(16, 32, num_layers=2, batch_first=True)
         self.head = nn.Linear(32, CLASSES)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.head(self.cells(x.unflatten(1, (4, 16)))[0][:, -1])
-        return out
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(self.cells(x.unflatten(1, (4, 16)))[0][:, -1])
 
 
-@honest("An LSTM.")
-def lstm(training: AuditedTraining) -> None:
-    torch.manual_seed(1)
-    learn(training, *training.build(_Recurrent(nn.LSTM)))
+class _Carried(_Recurrent):
+    state: torch.Tensor | None = None
 
-
-@honest("A GRU whose state is carried from step to step.")
-def gru_with_carried_state(training: AuditedTraining) -> None:
-    torch.manual_seed(1)
-
-    class Carried(_Recurrent):
-        state: torch.Tensor | None = None
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            outputs, state = self.cells(x.unflatten(1, (4, 16)), self.state)
-            self.state = state.detach()
-            out: torch.Tensor = self.head(outputs[:, -1])
-            return out
-
-    learn(training, *training.build(Carried(nn.GRU)))
-
-
-@honest("Spectral normalization, whose power iteration changes buffers in each forward pass.")
-def spectral_norm(training: AuditedTraining) -> None:
-    model = mlp()
-    parametrizations.spectral_norm(model[3])
-    learn(training, *training.build(model))
-
-
-@honest("Weight normalization.")
-def weight_norm(training: AuditedTraining) -> None:
-    model = mlp()
-    parametrizations.weight_norm(model[0])
-    learn(training, *training.build(model))
-
-
-@honest("Pruned weights, behind masks.")
-def pruning(training: AuditedTraining) -> None:
-    model = mlp()
-    prune.random_unstructured(model[3], "weight", 0.5)
-    learn(training, *training.build(model))
+    def forward(self, x: torch.Tensor) -> Any:
+        outputs, state = self.cells(x.unflatten(1, (4, 16)), self.state)
+        self.state = state.detach()
+        return self.head(outputs[:, -1])
 
 
 class _Double(torch.autograd.Function):
@@ -178,29 +104,20 @@ class _Double(torch.autograd.Function):
         return x.clamp(-2, 2) * 2
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         (x,) = ctx.saved_tensors
-        out: torch.Tensor = gradient * 2 * (x.abs() <= 2)
-        return out
+        return gradient * 2 * (x.abs() <= 2)
 
 
-@honest("A function with a backward pass of its own.")
-def custom_function(training: AuditedTraining) -> None:
-    class Layer(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = _Double.apply(x)
-            return out
+class _Layer(nn.Module):
+    """A layer that is a function."""
 
-    learn(training, *training.build(mlp(Layer())))
+    def __init__(self, function: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.function = function
 
-
-@honest("Operations that change activations in place.")
-def operations_in_place(training: AuditedTraining) -> None:
-    class Layer(nn.Module):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return x.clone().mul_(0.9).add_(0.1).relu_()
-
-    learn(training, *training.build(mlp(Layer())))
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(x)
 
 
 class _Experts(nn.Module):
@@ -219,24 +136,13 @@ class _Experts(nn.Module):
         return out
 
 
-@honest("A mixture of experts, whose loads differ between ranks.")
-def mixture_of_experts(training: AuditedTraining) -> None:
-    torch.manual_seed(1)
-    learn(training, *training.build(_Experts()))
+class _SometimesLeftOut(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(128, 128)
 
-
-@honest("A layer that is left out at random, on each rank by itself.")
-def stochastic_depth(training: AuditedTraining) -> None:
-    class Layer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(128, 128)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            out: torch.Tensor = x + self.inner(x) * float(random.random() < 0.5)
-            return out
-
-    learn(training, *training.build(mlp(Layer())))
+    def forward(self, x: torch.Tensor) -> Any:
+        return x + self.inner(x) * float(random.random() < 0.5)
 
 
 class _Checkpointed(nn.Module):
@@ -244,20 +150,152 @@ class _Checkpointed(nn.Module):
         super().__init__()
         self.inner, self._reentrant = mlp(nn.Dropout(0.2)), reentrant
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         x = self.inner[0](x)
-        out: torch.Tensor = self.inner[3:](checkpoint(self.inner[1:3], x, use_reentrant=self._reentrant))
-        return out
+        return self.inner[3:](checkpoint(self.inner[1:3], x, use_reentrant=self._reentrant))
 
 
-@honest("Activations are computed again in the backward pass.")
-def gradient_checkpointing(training: AuditedTraining) -> None:
-    learn(training, *training.build(_Checkpointed(False)))
+def _convolutions() -> nn.Module:
+    layers = [nn.Unflatten(1, (1, 8, 8)), nn.Conv2d(1, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(inplace=True)]
+    layers += [nn.Conv2d(16, 16, 3, stride=2), nn.GroupNorm(4, 16), nn.ReLU(inplace=True), nn.Flatten()]
+    return nn.Sequential(*layers, nn.Linear(144, CLASSES))
 
 
-@honest("Activations are computed again in the backward pass, in the old way.")
-def gradient_checkpointing_reentrant(training: AuditedTraining) -> None:
-    learn(training, *training.build(_Checkpointed(True)))
+def _transformer() -> nn.Module:
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, batch_first=True), 2)
+    return nn.Sequential(nn.Unflatten(1, (4, 16)), encoder, nn.Flatten(), nn.Linear(WIDTH, CLASSES))
+
+
+def _with(change: Callable[[Any], object], layer: int) -> nn.Module:
+    """Return the usual model with a change of one layer."""
+    model = mlp()
+    change(model[layer])
+    return model
+
+
+MODELS: dict[str, tuple[str, Callable[[], nn.Module]]] = {
+    "plain": ("A model of three layers, for comparison.", mlp),
+    "dropout": ("Dropout.", lambda: mlp(nn.Dropout(0.3))),
+    "batch_norm": (
+        "Batch normalization, whose statistics differ between ranks.",
+        lambda: mlp(nn.BatchNorm1d(128)),
+    ),
+    "convolutions": ("A convolutional network with batch normalization.", _convolutions),
+    "weight_tying": ("The head shares its weight with the embedding.", _Tied),
+    "transformer": ("A transformer encoder with dropout.", _transformer),
+    "lstm": ("An LSTM.", lambda: _Recurrent(nn.LSTM)),
+    "gru_with_carried_state": ("A GRU whose state is carried from step to step.", lambda: _Carried(nn.GRU)),
+    "spectral_norm": (
+        "Spectral normalization, whose power iteration changes buffers in each forward pass.",
+        lambda: _with(parametrizations.spectral_norm, 3),
+    ),
+    "weight_norm": ("Weight normalization.", lambda: _with(parametrizations.weight_norm, 0)),
+    "pruning": (
+        "Pruned weights, behind masks.",
+        lambda: _with(lambda layer: prune.random_unstructured(layer, "weight", 0.5), 3),
+    ),
+    "custom_function": ("A function with a backward pass of its own.", lambda: mlp(_Layer(_Double.apply))),
+    "operations_in_place": (
+        "Operations that change activations in place.",
+        lambda: mlp(_Layer(lambda x: x.clone().mul_(0.9).add_(0.1).relu_())),
+    ),
+    "mixture_of_experts": ("A mixture of experts, whose loads differ between ranks.", _Experts),
+    "stochastic_depth": (
+        "A layer that is left out at random, on each rank by itself.",
+        lambda: mlp(_SometimesLeftOut()),
+    ),
+    "gradient_checkpointing": (
+        "Activations are computed again in the backward pass.",
+        lambda: _Checkpointed(False),
+    ),
+    "gradient_checkpointing_reentrant": (
+        "Activations are computed again in the backward pass, in the old way.",
+        lambda: _Checkpointed(True),
+    ),
+}
+"""Sentence and model of programs that train in the usual loop."""
+
+
+def _training_of(build: Callable[[], nn.Module]) -> Train:
+    def train(training: AuditedTraining) -> None:
+        torch.manual_seed(1)
+        learn(training, *training.build(build()))
+
+    return train
+
+
+HONEST |= {name: Honest(name, sentence, _training_of(build)) for name, (sentence, build) in MODELS.items()}
+
+
+# ---- a change in each step
+
+Change = Callable[[nn.Sequential, int], object]
+"""Of the model, in a step."""
+
+
+def honest_change(sentence: str, *, after_update: bool) -> Callable[[Change], Change]:
+    """Return a decorator that adds a program with a change in each step: of gradients before, or parameters after."""
+
+    def added(change: Change) -> Change:
+        def train(training: AuditedTraining) -> None:
+            model = mlp()
+            replicas, optimizer = training.build(model)
+            for step in training.steps():
+                training.loss(replicas).backward()
+                if not after_update:
+                    change(model, step)
+                optimizer.step()
+                optimizer.zero_grad()
+                if after_update:
+                    change(model, step)
+
+        HONEST[change.__name__] = Honest(change.__name__, sentence, train)
+        return change
+
+    return added
+
+
+@honest_change("Gradients are clipped by their norm.", after_update=False)
+def clipping_by_norm(model: nn.Sequential, step: int) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+@honest_change("Gradients are clipped by value.", after_update=False)
+def clipping_by_value(model: nn.Sequential, step: int) -> None:
+    nn.utils.clip_grad_value_(model.parameters(), 0.01)
+
+
+@honest_change("Noise is added to gradients, the same on all ranks.", after_update=False)
+def gradient_noise(model: nn.Sequential, step: int) -> None:
+    noise = torch.Generator().manual_seed(step)
+    for value in model.parameters():
+        cast(torch.Tensor, value.grad).add_(torch.randn(value.shape, generator=noise), alpha=1e-3)
+
+
+@honest_change("A layer is frozen from step 20 on: its gradients are cleared.", after_update=False)
+def freezing(model: nn.Sequential, step: int) -> None:
+    if step >= 20:
+        model[0].zero_grad()
+
+
+@honest_change("Weights decay by hand, through .data, before each update.", after_update=False)
+def weight_decay_by_hand(model: nn.Sequential, step: int) -> None:
+    for value in model.parameters():
+        value.data.mul_(0.999)
+
+
+@honest_change("Weights are clipped through .data after each update.", after_update=True)
+def weight_clipping(model: nn.Sequential, step: int) -> None:
+    for value in model.parameters():
+        value.data.clamp_(-0.1, 0.1)
+
+
+@honest_change("Dead units are made anew every tenth step.", after_update=True)
+def units_made_anew(model: nn.Sequential, step: int) -> None:
+    if step % 10 == 0:
+        with torch.no_grad():
+            new = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(step)) / 8
+            cast(nn.Linear, model[0]).weight[:8] = new
 
 
 # ---- precision
@@ -297,7 +335,7 @@ def bfloat16_parameters(training: AuditedTraining) -> None:
     replicas, optimizer = training.build(model)
     for _ in training.steps():
         inputs = torch.randn(BATCH, WIDTH).bfloat16()
-        update(nn.functional.cross_entropy(replicas(inputs).float(), torch.randint(CLASSES, (BATCH,))), optimizer)
+        update(cross_entropy(replicas(inputs).float(), torch.randint(CLASSES, (BATCH,))), optimizer)
 
 
 @honest("From step 20 on layers compute with quantised inputs and weights, by another forward.")
@@ -319,28 +357,6 @@ def fake_quantisation(training: AuditedTraining) -> None:
 
 
 # ---- gradients
-
-
-@honest("Gradients are clipped by their norm.")
-def clipping_by_norm(training: AuditedTraining) -> None:
-    model = mlp()
-    replicas, optimizer = training.build(model)
-    for _ in training.steps():
-        training.loss(replicas).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@honest("Gradients are clipped by value.")
-def clipping_by_value(training: AuditedTraining) -> None:
-    model = mlp()
-    replicas, optimizer = training.build(model)
-    for _ in training.steps():
-        training.loss(replicas).backward()
-        nn.utils.clip_grad_value_(model.parameters(), 0.01)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @honest("Gradients are clipped in a hook of the optimizer, and grow at step 20.")
@@ -413,7 +429,7 @@ def gradient_penalty(training: AuditedTraining) -> None:
     replicas, optimizer = training.build(mlp())
     for _ in training.steps():
         inputs = torch.randn(BATCH, WIDTH, requires_grad=True)
-        loss = nn.functional.cross_entropy(replicas(inputs), torch.randint(CLASSES, (BATCH,)))
+        loss = cross_entropy(replicas(inputs), torch.randint(CLASSES, (BATCH,)))
         (slope,) = torch.autograd.grad(loss, inputs, create_graph=True)
         update(loss + slope.square().sum(), optimizer)
 
@@ -425,8 +441,8 @@ def adversarial_training(training: AuditedTraining) -> None:
     for _ in training.steps():
         inputs = torch.randn(BATCH, WIDTH, requires_grad=True)
         targets = torch.randint(CLASSES, (BATCH,))
-        (slope,) = torch.autograd.grad(nn.functional.cross_entropy(model(inputs), targets), inputs)
-        update(nn.functional.cross_entropy(replicas((inputs + 0.1 * slope.sign()).detach()), targets), optimizer)
+        (slope,) = torch.autograd.grad(cross_entropy(model(inputs), targets), inputs)
+        update(cross_entropy(replicas((inputs + 0.1 * slope.sign()).detach()), targets), optimizer)
 
 
 @honest("Sharpness-aware minimization: two forward and backward passes in a step.")
@@ -435,28 +451,14 @@ def sharpness_aware_minimization(training: AuditedTraining) -> None:
     replicas, optimizer = training.build(model)
     for _ in training.steps():
         inputs, targets = torch.randn(BATCH, WIDTH), torch.randint(CLASSES, (BATCH,))
-        nn.functional.cross_entropy(replicas(inputs), targets).backward()
+        cross_entropy(replicas(inputs), targets).backward()
         with torch.no_grad():
             moves = [0.05 * value.grad.sign() for value in model.parameters() if value.grad is not None]
             torch._foreach_add_(list(model.parameters()), moves)
         optimizer.zero_grad()
-        nn.functional.cross_entropy(replicas(inputs), targets).backward()
+        cross_entropy(replicas(inputs), targets).backward()
         with torch.no_grad():
             torch._foreach_sub_(list(model.parameters()), moves)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@honest("Noise is added to gradients, the same on all ranks.")
-def gradient_noise(training: AuditedTraining) -> None:
-    model = mlp()
-    replicas, optimizer = training.build(model)
-    for step in training.steps():
-        training.loss(replicas).backward()
-        noise = torch.Generator().manual_seed(step)
-        for value in model.parameters():
-            assert value.grad is not None
-            value.grad.add_(torch.randn(value.shape, generator=noise), alpha=1e-3)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -470,7 +472,7 @@ def sparse_embeddings(training: AuditedTraining) -> None:
     training.track(model=replicas, optimizer=optimizer)
     for _ in training.steps():
         tokens = torch.randint(1000, (BATCH, 5))
-        update(nn.functional.cross_entropy(replicas(tokens), torch.randint(CLASSES, (BATCH,))), optimizer)
+        update(cross_entropy(replicas(tokens), torch.randint(CLASSES, (BATCH,))), optimizer)
 
 
 # ---- what is trained
@@ -550,19 +552,6 @@ def low_rank_adaptation(training: AuditedTraining) -> None:
     learn(training, *training.build(model, torch.optim.AdamW(trained, lr=1e-3)))
 
 
-@honest("A layer is frozen from step 20 on: its gradients are cleared.")
-def freezing(training: AuditedTraining) -> None:
-    model = mlp()
-    replicas, optimizer = training.build(model)
-    for step in training.steps():
-        training.loss(replicas).backward()
-        if step >= 20:
-            for value in model[0].parameters():
-                value.grad = None
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 @honest("Two heads are trained in turns.")
 def heads_in_turns(training: AuditedTraining) -> None:
     torch.manual_seed(1)
@@ -595,7 +584,7 @@ def distillation(training: AuditedTraining) -> None:
         inputs = torch.randn(BATCH, WIDTH)
         with torch.no_grad():
             targets = teacher(inputs).softmax(-1)
-        update(nn.functional.cross_entropy(replicas(inputs), targets, label_smoothing=0.1), optimizer)
+        update(cross_entropy(replicas(inputs), targets, label_smoothing=0.1), optimizer)
 
 
 # ---- state that the program changes
@@ -630,28 +619,6 @@ def average_swapped_by_data(training: AuditedTraining) -> None:
                 training.loss(model)
             for value, kept in zip(model.parameters(), own, strict=True):
                 value.data.copy_(kept)
-
-
-@honest("Weights are clipped through .data after each update.")
-def weight_clipping(training: AuditedTraining) -> None:
-    model = mlp()
-    replicas, optimizer = training.build(model)
-    for _ in training.steps():
-        update(training.loss(replicas), optimizer)
-        for value in model.parameters():
-            value.data.clamp_(-0.1, 0.1)
-
-
-@honest("Weights decay by hand, through .data, before each update.")
-def weight_decay_by_hand(training: AuditedTraining) -> None:
-    model = mlp()
-    replicas, optimizer = training.build(model)
-    for _ in training.steps():
-        training.loss(replicas).backward()
-        for value in model.parameters():
-            value.data.mul_(0.999)
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 @honest("Rank 0 keeps a statistic in a buffer of the model, written through .data.")
@@ -709,18 +676,6 @@ def lookahead(training: AuditedTraining) -> None:
                     value.copy_(kept)
 
 
-@honest("Dead units are made anew every tenth step.")
-def units_made_anew(training: AuditedTraining) -> None:
-    model = mlp()
-    replicas, optimizer = training.build(model)
-    for step in training.steps():
-        update(training.loss(replicas), optimizer)
-        if step % 10 == 0:
-            draw = torch.Generator().manual_seed(step)
-            with torch.no_grad():
-                cast(nn.Linear, model[0]).weight[:8] = torch.randn(8, WIDTH, generator=draw) / 8
-
-
 # ---- data
 
 
@@ -731,7 +686,7 @@ def data_in_no_fixed_order(training: AuditedTraining) -> None:
     draw.seed()
     for _ in training.steps():
         inputs, targets = torch.randn(BATCH, WIDTH, generator=draw), torch.randint(CLASSES, (BATCH,), generator=draw)
-        update(nn.functional.cross_entropy(replicas(inputs), targets), optimizer)
+        update(cross_entropy(replicas(inputs), targets), optimizer)
 
 
 @honest("Rank 0's samples are ten times as large as those of other ranks.")
@@ -739,7 +694,7 @@ def unequal_data(training: AuditedTraining) -> None:
     replicas, optimizer = training.build(mlp())
     for _ in training.steps():
         inputs = torch.randn(BATCH, WIDTH) * (10 if training.rank == 0 else 1)
-        update(nn.functional.cross_entropy(replicas(inputs), torch.randint(CLASSES, (BATCH,))), optimizer)
+        update(cross_entropy(replicas(inputs), torch.randint(CLASSES, (BATCH,))), optimizer)
 
 
 @honest("A bad batch on one rank makes its gradients a thousand times as large, twice.")
@@ -749,7 +704,7 @@ def bad_batches(training: AuditedTraining) -> None:
         inputs = torch.randn(BATCH, WIDTH)
         if training.rank == 1 and step in (15, 30):
             inputs *= 1000
-        update(nn.functional.cross_entropy(replicas(inputs), torch.randint(CLASSES, (BATCH,))), optimizer)
+        update(cross_entropy(replicas(inputs), torch.randint(CLASSES, (BATCH,))), optimizer)
 
 
 @honest("Batches differ in size between ranks and steps.")
@@ -758,7 +713,7 @@ def batches_of_unequal_size(training: AuditedTraining) -> None:
     for step in training.steps():
         count = 8 + (step * 7 + training.rank * 5) % 32
         inputs = torch.randn(count, WIDTH)
-        update(nn.functional.cross_entropy(replicas(inputs), torch.randint(CLASSES, (count,))), optimizer)
+        update(cross_entropy(replicas(inputs), torch.randint(CLASSES, (count,))), optimizer)
 
 
 @honest("Every tenth step all ranks validate in eval mode, with another batch size.")

@@ -10,9 +10,7 @@ import torch
 
 from bench.gpu_steps.sheet import Sheet
 from bench.table import Row
-from everstep_trainer.digests import digest as digests
-from everstep_trainer.digests.digest import WeightedDigest
-from everstep_trainer.digests.digest_weights import ROW_BYTES
+from everstep_trainer.digests.digest import WeightedDigest, tensor_digest
 
 TENSORS, TENSOR_BYTES, CPU_TENSOR_BYTES = 64, 64 << 20, 64 << 10
 COMPARED_BYTES = 64 << 20
@@ -20,9 +18,7 @@ COMPARED_BYTES = 64 << 20
 REPEATS, SMALL_TENSORS = 10, 400
 FLOOR_PERCENT, AIM_PERCENT = 50.0, 90.0
 """Of the bytes per second that a copy reads and writes. A digest reads each byte once and writes nothing: the limit is
-100. The product and the sum of plain torch take three passes: theirs is 33."""
-BLOCKS = (64, 1024)
-"""Rows of 256 KiB that plain torch multiplies at once, to see which size suits this GPU's cache."""
+100."""
 
 
 def step(sheet: Sheet, device: str) -> None:
@@ -51,7 +47,7 @@ def require_equal(tensors: list[torch.Tensor]) -> None:
 
 
 def rate_rows(tensors: list[torch.Tensor], where: torch.device, copy: float) -> list[Row]:
-    """The digest as it is, which is judged; a range at an odd place, whose words are not aligned; and plain torch."""
+    """The digest as it is, which is judged; by tensor; and of ranges at odd places, whose words are not aligned."""
     nbytes = sum(tensor.nbytes for tensor in tensors)
     against = f"a copy, {copy / 1e9:.0f} GB/s read and written"
     marks = (FLOOR_PERCENT, AIM_PERCENT) if where.type == "cuda" else (None, None)
@@ -61,22 +57,12 @@ def rate_rows(tensors: list[torch.Tensor], where: torch.device, copy: float) -> 
         return Row(f"{name}, against a copy", share, "%", floor, aim, against, smaller_is_better=False)
 
     name = f"digest of {nbytes >> 20} MiB"
-    rows = [
+    return [
         Row(name, nbytes / timed(WeightedDigest(tensors).enqueue, where) / 1e9, "GB/s"),
         percent(name, WeightedDigest(tensors).enqueue, *marks),
-        percent(f"{name}, by tensor", lambda: [digests.tensor_digest(tensor) for tensor in tensors]),
-        percent(f"{name}, at odd places", lambda: [digests.tensor_digest(tensor, offset=1) for tensor in tensors]),
+        percent(f"{name}, by tensor", lambda: [tensor_digest(tensor) for tensor in tensors]),
+        percent(f"{name}, at odd places", lambda: [tensor_digest(tensor, offset=1) for tensor in tensors]),
     ]
-    usual, kernel = digests.BLOCK_ROWS, digests._kernel
-    digests._kernel = lambda: None  # type: ignore[assignment]
-    try:
-        for size in BLOCKS:
-            digests.BLOCK_ROWS = size
-            blocks = f"{size * ROW_BYTES >> 20} MiB"
-            rows.append(percent(f"{name}, plain torch by {blocks}", WeightedDigest(tensors).enqueue))
-    finally:
-        digests.BLOCK_ROWS, digests._kernel = usual, kernel
-    return rows
 
 
 def copy_rate(tensors: list[torch.Tensor], where: torch.device) -> float:

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from bench.sdc.networks import Block
+
 STATES = 3
 """A parameter and its two moments, each in the parameter's dtype."""
 
@@ -35,25 +37,6 @@ class Shape:
         return STATES * self.parameters * self.dtype.itemsize
 
 
-class Block(nn.Module):
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        width, self.heads = shape.width, shape.heads
-        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
-        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """``[batch, length, width]`` to the same."""
-        batch, length, width = x.shape
-        parts = self.qkv(self.before_attention(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        query, key, value = parts.unbind(0)
-        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
-        out: torch.Tensor = x + self.down(functional.gelu(self.up(self.before_mlp(x))))
-        return out
-
-
 class Gpt(nn.Module):
     """Predicts the next token; ``forward`` returns the mean loss."""
 
@@ -61,7 +44,7 @@ class Gpt(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(shape.vocabulary, shape.width)
         self.positions = nn.Parameter(torch.zeros(shape.length, shape.width))
-        self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.blocks = nn.ModuleList(Block(shape.width, shape.heads, bias=False) for _ in range(shape.layers))
         self.norm = nn.LayerNorm(shape.width)
         self.head = nn.Linear(shape.width, shape.vocabulary, bias=False)
 

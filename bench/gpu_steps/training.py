@@ -18,7 +18,7 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from bench.checkpoint_rows.rank import SEAL_S, WARM_UPS, Heard, Rank
-from bench.checkpoint_rows.single import NODE
+from bench.checkpoint_rows.single import NODE, marks
 from bench.checkpoint_rows.vault_nodes import Fleet
 from bench.gpu_steps.gpt import Shape, Training
 from bench.gpu_steps.sheet import NotRun, Sheet
@@ -114,33 +114,15 @@ def snapshot_rows(name: str, figures: Figures, judged: bool) -> list[Row]:
     plain, limit, copied = median(figures.plain), median(figures.limit), median(figures.copied)
     step = f"a step of {plain * 1e3:.0f} ms whose loss is read, a snapshot every {figures.every}"
     pinned = f"pinned copies of {figures.nbytes / 1e9:.2f} GB, {figures.nbytes / limit / 1e9:.1f} GB/s"
-    stall = (STALL_FLOOR, STALL_AIM) if judged else (None, None)
-    copy = (COPY_FLOOR, COPY_AIM) if judged else (None, None)
+    stall, copy = marks(judged, STALL_FLOOR, STALL_AIM), marks(judged, COPY_FLOOR, COPY_AIM)
     percent = 100.0 / plain
     return [
         Row(f"{name}: step", plain * 1e3, "ms"),
-        Row(
-            f"{name}: held up by a snapshot, against the step",
-            median(figures.stalls) * percent,
-            "%",
-            stall[0],
-            stall[1],
-            step,
-        ),
+        Row(f"{name}: held up by a snapshot, against the step", median(figures.stalls) * percent, "%", *stall, step),
         Row(f"{name}: step beside snapshots", median(figures.beside) * 1e3, "ms", against=step),
-        Row(
-            f"{name}: held up by one each step", median(figures.dense) * percent, "%", against="waits for the last seal"
-        ),
+        Row(f"{name}: held up by one each step", median(figures.dense) * percent, "%", against="waits for a seal"),
         Row(f"{name}: copied and sealed", median(figures.sealed) * 1e3, "ms", against="nothing else under way"),
-        Row(
-            f"{name}: copy against pinned copies",
-            100.0 * limit / copied,
-            "%",
-            copy[0],
-            copy[1],
-            pinned,
-            smaller_is_better=False,
-        ),
+        Row(f"{name}: copy against pinned copies", 100.0 * limit / copied, "%", *copy, pinned, smaller_is_better=False),
     ]
 
 

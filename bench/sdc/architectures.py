@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from bench.sdc.networks import CLASSES, Block, Embedding, Network, Stack, patterns, sentences
+from bench.sdc.networks import CLASSES, AttentionBlock, Block, Embedding, Network, Stack, patterns, sentences
 
 Batch = tuple[torch.Tensor, ...]
 WIDTH = 96
@@ -99,22 +99,16 @@ class Mixture(nn.Module):
         return mixed.view_as(x), EXPERTS * (busy * shares.mean(0)).sum()
 
 
-class ExpertBlock(nn.Module):
+class ExpertBlock(AttentionBlock):
     """A transformer block whose layers after attention are a mixture of experts."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self.before_attention, self.before_mixture = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.mixture = Mixture()
+        super().__init__(WIDTH)
+        self.before_mixture, self.mixture = nn.LayerNorm(WIDTH), Mixture()
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``[batch, length, width]`` to the same, and the loss of the mixture."""
-        batch, length, width = x.shape
-        parts = self.qkv(self.before_attention(x)).view(batch, length, 3, 4, -1).permute(2, 0, 3, 1, 4)
-        query, key, value = parts.unbind(0)
-        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        x = self.attend(x)
         mixed, loss = self.mixture(self.before_mixture(x))
         return x + mixed, loss
 

@@ -11,28 +11,43 @@ WIDTH, HEADS, LENGTH, VOCABULARY = 256, 4, 64, 64
 FEATURES, CLASSES = 128, 10
 
 
-class Block(nn.Module):
-    """A transformer block.
+class AttentionBlock(nn.Module):
+    """The first half of a transformer block: attention beside the identity.
 
     Args:
         width: Of its input.
+        heads: Of attention.
         is_causal: Whether tokens see only those before them.
+        bias: Whether linear layers add one.
     """
 
-    def __init__(self, width: int = WIDTH, *, is_causal: bool = True) -> None:
+    def __init__(self, width: int, heads: int = HEADS, *, is_causal: bool = True, bias: bool = True) -> None:
         super().__init__()
-        self.is_causal = is_causal
-        self.before_attention, self.before_mlp = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.heads, self.is_causal = heads, is_causal
+        self.before_attention = nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=bias), nn.Linear(width, width, bias=bias)
+
+    def attend(self, x: torch.Tensor) -> torch.Tensor:
+        """``[batch, length, width]`` to the same."""
+        batch, length, width = x.shape
+        parts = self.qkv(self.before_attention(x)).view(batch, length, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        query, key, value = parts.unbind(0)
+        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=self.is_causal)
+        out: torch.Tensor = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        return out
+
+
+class Block(AttentionBlock):
+    """A transformer block; see `AttentionBlock`."""
+
+    def __init__(self, width: int = WIDTH, heads: int = HEADS, *, is_causal: bool = True, bias: bool = True) -> None:
+        super().__init__(width, heads, is_causal=is_causal, bias=bias)
+        self.before_mlp = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width, bias=bias), nn.Linear(4 * width, width, bias=bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """``[batch, length, width]`` to the same."""
-        batch, length, width = x.shape
-        parts = self.qkv(self.before_attention(x)).view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
-        query, key, value = parts.unbind(0)
-        attended = functional.scaled_dot_product_attention(query, key, value, is_causal=self.is_causal)
-        x = x + self.out(attended.transpose(1, 2).reshape(batch, length, width))
+        x = self.attend(x)
         out: torch.Tensor = x + self.down(functional.gelu(self.up(self.before_mlp(x))))
         return out
 
