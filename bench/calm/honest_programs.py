@@ -176,10 +176,7 @@ def _with(change: Callable[[Any], object], layer: int) -> nn.Module:
 MODELS: dict[str, tuple[str, Callable[[], nn.Module]]] = {
     "plain": ("A model of three layers, for comparison.", mlp),
     "dropout": ("Dropout.", lambda: mlp(nn.Dropout(0.3))),
-    "batch_norm": (
-        "Batch normalization, whose statistics differ between ranks.",
-        lambda: mlp(nn.BatchNorm1d(128)),
-    ),
+    "batch_norm": ("Batch normalization, whose statistics differ between ranks.", lambda: mlp(nn.BatchNorm1d(128))),
     "convolutions": ("A convolutional network with batch normalization.", _convolutions),
     "weight_tying": ("The head shares its weight with the embedding.", _Tied),
     "transformer": ("A transformer encoder with dropout.", _transformer),
@@ -204,10 +201,7 @@ MODELS: dict[str, tuple[str, Callable[[], nn.Module]]] = {
         "A layer that is left out at random, on each rank by itself.",
         lambda: mlp(_SometimesLeftOut()),
     ),
-    "gradient_checkpointing": (
-        "Activations are computed again in the backward pass.",
-        lambda: _Checkpointed(False),
-    ),
+    "gradient_checkpointing": ("Activations are computed again in the backward pass.", lambda: _Checkpointed(False)),
     "gradient_checkpointing_reentrant": (
         "Activations are computed again in the backward pass, in the old way.",
         lambda: _Checkpointed(True),

@@ -53,6 +53,11 @@ class SmallTraining:
             self.learn(step)
             yield step
 
+    def train(self, until: int) -> None:
+        """Train all steps."""
+        for _ in self.steps(until):
+            pass
+
     def learn(self, step: int) -> torch.Tensor:
         """Train one step, and return its loss."""
         loss = self.backward(step)

@@ -56,11 +56,7 @@ def curves(pool: ProcessPool, path: Path, quick: bool) -> list[Row]:
         for world in (RANKS[:2] if quick else RANKS)
     ]
     panels = (
-        (
-            "state of one rank, 64 tensors",
-            "MiB",
-            [replace(point, at=point.at >> 20) for point in states],
-        ),
+        ("state of one rank, 64 tensors", "MiB", [replace(point, at=point.at >> 20) for point in states]),
         (f"tensors, {OF_TENSORS_BYTES >> 20} MiB in all", "tensors", tensors),
         (f"nodes of one rank, {OF_RANKS_BYTES >> 20} MiB of FSDP2 state", "ranks", ranks),
     )
@@ -77,8 +73,7 @@ def _point(pool: ProcessPool, at: int, size: Size, world: int) -> Point:
             spec, warm = fleet.generation(nodes, 1), str(fleet.warm)
             each = enumerate(fleet.sockets(nodes))
             stalls: list[Stalls] = pool.run(
-                snapshots,
-                [(spec, rank, socket, warm, size, REPEATS, COMPUTE_S, None, slots) for rank, socket in each],
+                snapshots, [(spec, rank, socket, warm, size, REPEATS, COMPUTE_S, None, slots) for rank, socket in each]
             )
             last = stalls[0].last
             spec = fleet.generation(nodes, 1, floor=Version(spec.number, last))

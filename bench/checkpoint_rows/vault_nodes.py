@@ -175,12 +175,7 @@ class Fleet:
             holders=holders,
             replica_nodes=place_replicas(nodes, sites, replicas),
             secret=SECRET,
-            spec=JobSpec(
-                job=JOB,
-                max_nodes=len(nodes),
-                replicas=replicas,
-                digest_interval=DIGEST_INTERVAL,
-            ),
+            spec=JobSpec(job=JOB, max_nodes=len(nodes), replicas=replicas, digest_interval=DIGEST_INTERVAL),
             issued_at=0.0,
         )
         for vault in self.vaults.values():

@@ -127,13 +127,7 @@ class BeatForm:
         )
 
     def _body(self, seq: int, at: float, step: int, directives: int, more: str = "") -> bytes:
-        values = {
-            "seq": seq,
-            "at": at,
-            "step": step,
-            "directives": directives,
-            "more": more,
-        }
+        values = {"seq": seq, "at": at, "step": step, "directives": directives, "more": more}
         return (self._text % values).encode()
 
     def fill(self, seq: int, at: float, directives: int, *, asks: bool, shows: bool, measures: bool) -> bytes:

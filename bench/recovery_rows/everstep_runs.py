@@ -97,13 +97,7 @@ class Fleet:
         command += ["--local-addr", "127.0.0.1", "--agent-socket", str(node.agent_socket)]
         command += ["--standbys", "1", "--standby-delay-s", "0.3", "--max-restarts", "1000"]
         command += ["--state-dir", str(self.folder / "state")]  # so that no run finds what another has compiled
-        command += [
-            "--hang-threshold-s",
-            "1.0",
-            *os.environ.get("BENCH_FLAGS", "").split(),
-            "-m",
-            self._script,
-        ]
+        command += ["--hang-threshold-s", "1.0", *os.environ.get("BENCH_FLAGS", "").split(), "-m", self._script]
         node.launcher = self.world.start("train", command, self._environment)
         return self
 

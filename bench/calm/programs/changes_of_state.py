@@ -150,8 +150,7 @@ def batch_norm(run: everstep.Run, diary: Diary) -> None:
     torch.manual_seed(0)
     layers = [nn.Linear(FEATURES, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 1)]
     training = SmallTraining(run, diary, nn.Sequential(*layers))
-    for _ in training.steps(STEPS):
-        pass
+    training.train(STEPS)
     training.finish()
 
 
@@ -182,6 +181,5 @@ def own_resume_after_track(run: everstep.Run, diary: Diary) -> None:
     training = SmallTraining(run, diary)
     if run.last_finished_step == 0:
         training.model.load_state_dict(torch.load(diary.folder / "own.pt"))
-    for _ in training.steps(STEPS):
-        pass
+    training.train(STEPS)
     training.finish()

@@ -69,6 +69,5 @@ def return_at_the_same_step(run: everstep.Run, diary: Diary) -> None:
 @CATALOGUE.add("Two jobs of a sweep on one machine at once.", jobs=2)
 def sweep_of_two_jobs(run: everstep.Run, diary: Diary) -> None:
     training = SmallTraining(run, diary)
-    for _ in training.steps(80):
-        pass
+    training.train(80)
     training.finish()

@@ -43,11 +43,7 @@ def sorting_holds_the_lock(run: everstep.Run, diary: Diary) -> None:
 
 @CATALOGUE.add("Rank 0 unpickles 2.5 million small lists.", effects={"call": 2})
 def unpickling_holds_the_lock(run: everstep.Run, diary: Diary) -> None:
-    do_alone(
-        run,
-        diary,
-        lambda: partial(pickle.loads, pickle.dumps([[float(n)] for n in range(size(2_500_000))])),
-    )
+    do_alone(run, diary, lambda: partial(pickle.loads, pickle.dumps([[float(n)] for n in range(size(2_500_000))])))
 
 
 @CATALOGUE.add("Rank 0 writes 4 million numbers as JSON.", effects={"call": 2})

@@ -109,8 +109,7 @@ def niced_rank(run: everstep.Run, diary: Diary) -> None:
     if run.rank == 1 and pace():
         os.nice(19)
     training = SmallTraining(run, diary)
-    for _ in training.steps(60):
-        pass
+    training.train(60)
     training.finish()
 
 

@@ -24,25 +24,19 @@ def large_state() -> dict[str, torch.Tensor]:
     return {f"w{number}": torch.full((TENSOR_ELEMENTS,), float(number)) for number in range(count)}
 
 
-def large_file_is_whole(folder: Path) -> str:
-    """Say what is wrong with the file of a large state."""
+def file_is_whole(folder: Path, last: str = "") -> str:
+    """Say what is wrong with the file. ``last``: the last tensor of a large state, which has its number as values."""
     try:
         state = torch.load(folder / FILE, mmap=True)
     except Exception as error:  # noqa: BLE001 - whatever torch.load finds
         return f"{FILE} is damaged: {error}"
-    last = f"w{TENSORS - 1}"
-    if last not in state or state[last][-1].item() != TENSORS - 1:
-        return f"{FILE} lacks {last}"
-    return ""
+    is_lacking = last and (last not in state or state[last][-1].item() != TENSORS - 1)
+    return f"{FILE} lacks {last}" if is_lacking else ""
 
 
-def small_file_is_whole(folder: Path) -> str:
-    """Say what is wrong with the file of a small model."""
-    try:
-        torch.load(folder / FILE)
-    except Exception as error:  # noqa: BLE001 - whatever torch.load finds
-        return f"{FILE} is damaged: {error}"
-    return ""
+def large_file_is_whole(folder: Path) -> str:
+    """Say what is wrong with the file of a large state."""
+    return file_is_whole(folder, f"w{TENSORS - 1}")
 
 
 @CATALOGUE.add("Rank 0 saves 1.5 GiB with torch.save, twice.", effects={"save": 2}, check=large_file_is_whole)
@@ -76,12 +70,11 @@ def save_on_all_ranks(run: everstep.Run, diary: Diary) -> None:
 @CATALOGUE.add(
     "After the last step rank 0 saves for 8 s; the other rank waits in a barrier.",
     effects={"save": 1},
-    check=small_file_is_whole,
+    check=file_is_whole,
 )
 def final_save_before_a_barrier(run: everstep.Run, diary: Diary) -> None:
     training = SmallTraining(run, diary)
-    for _ in training.steps(60):
-        pass
+    training.train(60)
     if run.rank == 0:
         with diary.effect("save", 60):
             pause(8)
@@ -91,14 +84,11 @@ def final_save_before_a_barrier(run: everstep.Run, diary: Diary) -> None:
 
 
 @CATALOGUE.add(
-    "After the last step rank 0 saves for 8 s; the other rank has left.",
-    effects={"save": 1},
-    check=small_file_is_whole,
+    "After the last step rank 0 saves for 8 s; the other rank has left.", effects={"save": 1}, check=file_is_whole
 )
 def final_save_of_rank_0_alone(run: everstep.Run, diary: Diary) -> None:
     training = SmallTraining(run, diary)
-    for _ in training.steps(60):
-        pass
+    training.train(60)
     if run.rank == 0:
         with diary.effect("save", 60):
             pause(8)
