@@ -14,6 +14,7 @@ that it has stored nothing of it. 100M takes 13 GiB of memory.
 
 from __future__ import annotations
 
+import itertools
 import signal
 import statistics
 import sys
@@ -31,14 +32,7 @@ from bench.table import Row, finish, parser_of, write_json
 KILL_FLOOR_S, KILL_AIM_S = 0.5, 0.15
 STOP_FLOOR_S, STOP_AIM_S = 1.5, 1.2
 CASES = (
-    ("ddp", 3, "between", "KILL"),
-    ("ddp", 3, "backward", "KILL"),
-    ("ddp", 0, "between", "KILL"),
-    ("ddp", 0, "backward", "KILL"),
-    ("fsdp2", 3, "between", "KILL"),
-    ("fsdp2", 3, "backward", "KILL"),
-    ("fsdp2", 0, "between", "KILL"),
-    ("fsdp2", 0, "backward", "KILL"),
+    *((*case, "KILL") for case in itertools.product(("ddp", "fsdp2"), (3, 0), ("between", "backward"))),
     ("ddp", 2, "between", "STOP"),
 )
 SCRIPTS = ("ddp", "hsdp", "lightning", "transformers", "compile")
@@ -99,12 +93,12 @@ def script(layout: str, repeats: int) -> list[Row]:
 
 def size(label: str, repeats: int) -> list[Row]:
     """Recoveries with a model of this size beside an ordinary step, their phases, and the finished steps lost."""
-    recovered, accounts, step_s = ours.faults_by_size(SIZES[label], repeats, SIZE_PATIENCE_S)
-    rows = spread(f"ddp {label}", recovered, floor=None, aim=None, against="")
-    rows.append(Row(f"ddp {label}, ordinary step, median", step_s, "s"))
-    lost = sum(recovery.steps_lost for recovery in recovered)
-    rows.append(Row(f"ddp {label}, finished steps lost in {len(recovered)} kills", lost, "steps", 0, 0))
-    return rows + phases(f"ddp {label}", ours.Outcome(recovered, accounts))
+    outcome = ours.faults("ddp", 3, "between", "KILL", repeats, SIZES[label], SIZE_PATIENCE_S)
+    rows = spread(f"ddp {label}", outcome.recovered, floor=None, aim=None, against="")
+    rows.append(Row(f"ddp {label}, ordinary step, median", outcome.step_s, "s"))
+    lost = sum(recovery.steps_lost for recovery in outcome.recovered)
+    rows.append(Row(f"ddp {label}, finished steps lost in {repeats} kills", lost, "steps", 0, 0))
+    return rows + phases(f"ddp {label}", outcome)
 
 
 def controller(away_s: float) -> list[Row]:
@@ -128,15 +122,6 @@ def controller(away_s: float) -> list[Row]:
             1,
             0.3,
         ),
-    ]
-
-
-def footprint(seconds: float) -> list[Row]:
-    """The agent with eight virtual GPUs."""
-    resident, share = ours.agent_footprint(seconds)
-    return [
-        Row("agent resident, supervisor and sensors", resident, "MiB", 120, 60),
-        Row("agent CPU at 1 Hz, 8 virtual GPUs", share * 100, "% of a core", 2, 0.5),
     ]
 
 
@@ -178,7 +163,6 @@ def main(argv: list[str]) -> int:
     ]
     parts.append(("deaths", lambda: deaths.rows(repeats)))
     parts.append(("controller", lambda: controller(4 if options.quick else 10)))
-    parts.append(("agent", lambda: footprint(10 if options.quick else 60)))
     if not options.no_peers:
         parts.append(("peers", lambda: peer_rows(repeats)))
     if options.scripts:

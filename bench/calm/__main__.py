@@ -35,7 +35,7 @@ QUICK = (
     "calm/lone_validation_of_4s",
     "calm/sorting_holds_the_lock",
     "calm/large_save_on_rank_0",
-    "calm/weight_clipping_by_data",
+    "calm/weight_clipping",
     "calm/final_save_before_a_barrier",
 )
 

@@ -74,7 +74,7 @@ class Catalogue:
         """Return a decorator that adds a training function under its own name."""
 
         def added(train: TrainingFunction) -> TrainingFunction:
-            self._insert(Program(train.__name__, sentence, train, **options))
+            self.insert(train.__name__, sentence, train, **options)
             return train
 
         return added
@@ -82,13 +82,13 @@ class Catalogue:
     def audit(self, preset: str, *names: str) -> None:
         """Add programs once more, with audits of this preset."""
         for name in names:
-            plain = self.programs[name]
-            fields = {key: value for key, value in vars(plain).items() if key not in ("name", "options")}
-            self._insert(Program(name=f"{name}_under_{preset}", options=("--sdc", preset, *plain.options), **fields))
+            fields = {**vars(self.programs[name]), "name": f"{name}_under_{preset}"}
+            self.insert(**{**fields, "options": ("--sdc", preset, *fields["options"])})
 
-    def _insert(self, program: Program) -> None:
-        assert program.name not in self.programs, f"there are two programs {program.name}"
-        self.programs[program.name] = program
+    def insert(self, name: str, *fields: Any, **options: Any) -> None:
+        """Add a program with these fields."""
+        assert name not in self.programs, f"there are two programs {name}"
+        self.programs[name] = Program(name, *fields, **options)
 
 
 class Diary:

@@ -7,7 +7,7 @@ from statistics import median
 
 from bench.checkpoint_rows.limits import loopback
 from bench.checkpoint_rows.rank import Restores, Stalls, lean, restores, snapshots
-from bench.checkpoint_rows.single import COMPUTE_TIMES, MEMCPY_BYTES_PER_S, MIB, marks, phases, stall_rows
+from bench.checkpoint_rows.single import COMPUTE_TIMES, MEMCPY_BYTES_PER_S, MIB, marks, stall_rows
 from bench.checkpoint_rows.state import Size
 from bench.checkpoint_rows.vault_nodes import Fleet, MemoryWatch
 from bench.processes import ProcessPool
@@ -25,11 +25,9 @@ def replicas(pool: ProcessPool, size: Size, repeats: int, judged: bool) -> list[
         stalls, _ = _snapshots(pool, fleet, size, repeats)
     name = f"4 replicas of {size.nbytes / MIB:.0f} MiB"
     memcpy = _slowest(stalls, "memcpy")
-    digested = _slowest(stalls, "digested")
     return [
         Row(f"{name}: memcpy of what each stores, all at once", memcpy * 1e3, "ms", against=_bytes(stalls)),
         *stall_rows(name, _merged(stalls), memcpy, judged),
-        Row(f"{name}: blocked by a version that is digested", digested * 1e3, "ms", against="two a second, every 50th"),
     ]
 
 
@@ -39,12 +37,11 @@ def shards(pool: ProcessPool, size: Size, repeats: int, judged: bool) -> list[Ro
     with Fleet(NODES) as fleet, MemoryWatch(fleet.memory) as watch:
         stalls, version = _snapshots(pool, fleet, size, repeats)
         most, stated = watch.most_bytes, fleet.stated_bytes()
-        own = max(vault.own_bytes() for vault in fleet.vaults.values())
         raw = loopback(pool, fleet.warm, len(NODES), size.nbytes, repeats)
         rows = [
             *_stalls(name, stalls, judged),
             *_replicated(name, stalls, raw, size, judged),
-            *_memory(most, stated, own, size),
+            *_memory(most, stated, size),
         ]
         filled = _restores(pool, fleet, NODES, size, repeats, version)
         rows += _own(name, filled, judged)
@@ -58,7 +55,7 @@ def shards(pool: ProcessPool, size: Size, repeats: int, judged: bool) -> list[Ro
     took = median(max(restored.fill[number] for restored in filled) for number in range(repeats))
     total = f"{size.nbytes / MIB:.0f} MiB of FSDP2 state: 4 ranks to 3"
     against = f"{_from(filled)}, nothing from disk"
-    return [*rows, Row(total, took, "s", *marks(judged, 1.5, 0.5), against), *phases(total, filled)]
+    return [*rows, Row(total, took, "s", *marks(judged, 1.5, 0.5), against)]
 
 
 def short_of_memory(pool: ProcessPool, size: Size, judged: bool) -> list[Row]:
@@ -82,7 +79,7 @@ def overlapped(pool: ProcessPool, size: Size, repeats: int, judged: bool) -> lis
     with Fleet(NODES) as fleet:
         stalls, _ = _snapshots(pool, fleet, size, repeats, overlap=True)
     rows = stall_rows(name, _merged(stalls), _slowest(stalls, "memcpy"), judged)
-    return [row for row in rows if "next step" in row.name or "longer" in row.name]
+    return [row for row in rows if "next step" in row.name]
 
 
 def _snapshots(
@@ -115,7 +112,7 @@ def _slowest(stalls: Sequence[Stalls], phase: str) -> float:
 def _merged(stalls: Sequence[Stalls]) -> Stalls:
     """Return the slowest rank's time of each round as the stalls of one rank."""
     merged = Stalls(max(rank.nbytes for rank in stalls))
-    for phase in ("memcpy", "blocked", "under", "compute", "compute_beside"):
+    for phase in ("memcpy", "blocked", "under"):
         values = zip(*(getattr(rank, phase) for rank in stalls), strict=True)
         setattr(merged, phase, [max(of_round) for of_round in values])
     merged.back_to_back = max(rank.back_to_back for rank in stalls)
@@ -140,17 +137,15 @@ def _replicated(name: str, stalls: list[Stalls], raw: list[float], size: Size, j
     against = f"4 raw streams at once, {size.nbytes / median(raw) / 1e9:.2f} GB/s"
     return [
         Row(f"{name}: begun until copied to all other nodes", took * 1e3, "ms"),
-        Row(f"{name}: the same as a rate", size.nbytes / took / 1e9, "GB/s", against=against),
         Row(f"{name}: the same against raw streams", share, "x", against=against, smaller_is_better=False),
     ]
 
 
-def _memory(most: int, stated: int, own: int, size: Size) -> list[Row]:
+def _memory(most: int, stated: int, size: Size) -> list[Row]:
     state = size.nbytes
     return [
         Row("memory beside the state, r = 2: most in /dev/shm", most / state, "x", 4.0, 4.0, "2 slots x 2"),
         Row("memory, r = 2: most over what the vaults state", most / stated, "x", 1.0, 1.0, f"{stated / MIB:.0f} MiB"),
-        Row("memory: a vault process apart from slots, at most", own / MIB, "MiB"),
     ]
 
 
@@ -169,12 +164,11 @@ def _lost(name: str, filled: list[Restores], raw: list[float], judged: bool) -> 
     spare_rank = filled[-1]
     assert spare_rank.sources["own"] + spare_rank.sources["node"] == 0, spare_rank.sources
     nbytes = spare_rank.sources["remote"]
-    read, fill = median(phase["read"] for phase in spare_rank.phases), median(spare_rank.fill)
+    fill = median(spare_rank.fill)
     rate, limit = nbytes / fill / 1e9, nbytes / median(raw) / 1e9
     against = f"one raw loopback stream, {limit:.2f} GB/s"
     return [
-        Row(f"{name}: a lost node's shard from a peer", fill * 1e3, "ms", against=f"of it read: {read * 1e3:.0f} ms"),
-        Row(f"{name}: the same as a rate", rate, "GB/s", against=against),
+        Row(f"{name}: a lost node's shard from a peer", fill * 1e3, "ms"),
         Row(
             f"{name}: the same against one raw stream",
             rate / limit,

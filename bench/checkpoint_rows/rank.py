@@ -42,20 +42,15 @@ class Stalls:
     """Seconds of each snapshot.
 
     ``memcpy``: copying the same bytes. ``blocked``: ``begin`` and ``wait`` of the training thread without compute
-    between them. ``digested``: the same for a candidate, which replicas digest. ``under``: the same with compute
-    between them. ``compute``: that compute alone. ``compute_beside``: that compute during a copy. ``sealed``: from
-    ``begin`` to the report that a candidate is sealed and copied to other nodes. ``back_to_back``: a snapshot
-    without anything else.
+    between them. ``under``: the same with compute between them. ``sealed``: from ``begin`` to the report that a
+    candidate is sealed and copied to other nodes. ``back_to_back``: a snapshot without anything else.
     """
 
     nbytes: int
     replicas: tuple[str, ...] = ()
     memcpy: list[float] = field(default_factory=list)
     blocked: list[float] = field(default_factory=list)
-    digested: list[float] = field(default_factory=list)
     under: list[float] = field(default_factory=list)
-    compute: list[float] = field(default_factory=list)
-    compute_beside: list[float] = field(default_factory=list)
     sealed: list[float] = field(default_factory=list)
     back_to_back: float = 0.0
     last: int = 0
@@ -63,13 +58,11 @@ class Stalls:
 
 @dataclass
 class Restores:
-    """Seconds of each restore: ``memcpy`` of the same bytes, the whole ``fill``, its phases; and bytes by source."""
+    """Seconds of each restore: ``memcpy`` of the same bytes, and the whole ``fill``; and bytes by source."""
 
     memcpy: list[float] = field(default_factory=list)
     fill: list[float] = field(default_factory=list)
-    phases: list[dict[str, float]] = field(default_factory=list)
     sources: dict[str, int] = field(default_factory=dict)
-    version: Version | None = None
 
 
 class Rank:
@@ -208,13 +201,12 @@ def _without_compute(
     model.update(step)
     one.meet()
     stalls.memcpy.append(reference.store_s())
-    began, blocked = _snapshot(one, model, snapshotter, step)
+    _, blocked = _snapshot(one, model, snapshotter, step)
     stalls.blocked.append(blocked)
     await_seal(one, step)
     step += 1
     snapshotter.update_versions(None, step)
-    began, blocked = _snapshot(one, model, snapshotter, step)
-    stalls.digested.append(blocked)
+    began, _ = _snapshot(one, model, snapshotter, step)
     assert heard.wait(step, SEAL_S), f"step {step} was not sealed"
     stalls.sealed.append(heard.at[step] - began)
     return step
@@ -246,16 +238,14 @@ def await_seal(one: Rank, step: int) -> None:
 
 
 def _under_compute(one: Rank, model: Model, snapshotter: Snapshotter, work: _Work, stalls: Stalls, step: int) -> int:
-    """Measure a copy during the next step's compute, and the compute alone."""
-    one.meet()
-    stalls.compute.append(work.run_s())
+    """Measure a copy during the next step's compute."""
     model.update(step)
     one.meet()
     _announce_if_lean(snapshotter, step)
     began = time.perf_counter()
     snapshotter.begin(step)
     begun = time.perf_counter() - began
-    stalls.compute_beside.append(work.run_s())
+    work.run_s()
     waits = time.perf_counter()
     snapshotter.wait()
     stalls.under.append(begun + time.perf_counter() - waits)
@@ -321,8 +311,7 @@ def restores(
             result = restoration.fill(state)
             measured.fill.append(time.perf_counter() - began)
             restoration.close()
-            measured.phases.append(dict(result.phases_s))
-            measured.sources, measured.version = dict(result.bytes_by_source), result.version
+            measured.sources = dict(result.bytes_by_source)
             assert result.step == step, f"{result.version} was restored, not step {step}: {result.sentence}"
             model.require(step)
         one.meet()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from statistics import median
 
 from bench.checkpoint_rows.rank import Restores, Stalls, restores, snapshots
@@ -50,31 +49,18 @@ def large(pool: ProcessPool, size: Size, repeats: int, judged: bool) -> list[Row
             *marks(judged, 1.5, 1.1),
             f"memcpy back, {back * 1e3:.1f} ms",
         ),
-        *phases(name, [filled]),
     ]
 
 
 def stall_rows(name: str, stalls: Stalls, memcpy: float, judged: bool) -> list[Row]:
     """Return rows of the training thread's blocked time, also as a multiple of a memcpy of the same bytes."""
     blocked, under = median(stalls.blocked), median(stalls.under)
-    longer = median(stalls.compute_beside) - median(stalls.compute)
     against = f"memcpy, {memcpy * 1e3:.1f} ms"
-    alone = f"{median(stalls.compute) * 1e3:.0f} ms of compute"
     return [
         Row(f"{name}: blocked by a snapshot", blocked * 1e3, "ms"),
         Row(f"{name}: the same against memcpy", blocked / memcpy, "x", *marks(judged, 1.2, 1.0), against),
         Row(f"{name}: copy under the next step", under / memcpy, "x", *marks(judged, 1.2, 0.05), against),
-        Row(f"{name}: and that step is longer by", longer * 1e3, "ms", against=alone),
         Row(f"{name}: snapshots back to back, each", stalls.back_to_back * 1e3, "ms", against="copy, hash, seal"),
-    ]
-
-
-def phases(name: str, filled: Sequence[Restores]) -> list[Row]:
-    """Return rows of a restore's phases: the median of the slowest rank."""
-    rounds = [[fill.phases[number] for fill in filled] for number in range(len(filled[0].phases))]
-    return [
-        Row(f"{name}: of it {phase}", median(max(fill[phase] for fill in ranks) for ranks in rounds) * 1e3, "ms")
-        for phase in filled[0].phases[0]
     ]
 
 
@@ -84,10 +70,7 @@ def small(pool: ProcessPool, tensors: int, repeats: int) -> list[Row]:
     memcpy = median(stalls.memcpy)
     name = f"1 rank, {tensors} tensors of 1 KiB"
     blocked, against = median(stalls.blocked) - memcpy, f"less {memcpy * 1e3:.2f} ms of memcpy"
-    return [
-        Row(f"{name}: blocked by a snapshot, apart from bytes", blocked * 1e3, "ms", 5.0, 0.5, against),
-        Row(f"{name}: copy under the next step", median(stalls.under) * 1e3, "ms"),
-    ]
+    return [Row(f"{name}: blocked by a snapshot, apart from bytes", blocked * 1e3, "ms", 5.0, 0.5, against)]
 
 
 def marks(judged: bool, floor: float, aim: float) -> tuple[float | None, float | None]:

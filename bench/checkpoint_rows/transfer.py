@@ -59,45 +59,34 @@ def replicated(pool: ProcessPool, nbytes: int, repeats: int, judged: bool) -> li
             f"the best raw one, {best} streams",
             smaller_is_better=False,
         ),
-        Row(f"{name}, the very first", nbytes / ours[2][0] / 1e9, "GB/s", against="pages of the copy not there yet"),
     ]
 
 
 def read(pool: ProcessPool, nbytes: int, repeats: int, judged: bool) -> list[Row]:
-    """Measure reads into mapped and into new memory, against one raw stream before and after."""
+    """Measure reads, against one raw stream before and after."""
     with Fleet((HOLDER, READER)) as fleet:
         fleet.generation((HOLDER, READER), 1)
         raw = loopback(pool, fleet.warm, 1, nbytes, repeats)
-        warm, fresh = pool.one(reads, fleet.vaults[HOLDER].socket, fleet.vaults[READER].socket, nbytes, repeats)
+        took = pool.one(reads, fleet.vaults[HOLDER].socket, fleet.vaults[READER].socket, nbytes, repeats)
         raw += loopback(pool, fleet.warm, 1, nbytes, repeats)
     limit = nbytes / median(raw) / 1e9
     against = f"one raw loopback stream, {limit:.2f} GB/s"
     name = f"slot of {nbytes / MIB:.0f} MiB from a peer"
-    ratio = median(raw) / median(warm)
+    ratio = median(raw) / median(took)
     return [
-        Row(name, median(warm) * 1e3, "ms", against=against),
+        Row(name, median(took) * 1e3, "ms", against=against),
         Row(f"{name} against one raw stream", ratio, "x", *marks(judged, 0.6, 0.85), against, smaller_is_better=False),
-        Row(f"{name}, into memory not touched before", median(fresh) * 1e3, "ms", against=against),
     ]
 
 
-def reads(holder: str, reader: str, nbytes: int, repeats: int) -> tuple[list[float], list[float]]:
-    """Return the seconds of each read from the vault ``holder`` by a rank of the vault ``reader``.
-
-    Reads alternate between memory that was written before and new memory.
-    """
+def reads(holder: str, reader: str, nbytes: int, repeats: int) -> list[float]:
+    """Return the seconds of each read from the vault ``holder`` by a rank of the vault ``reader``."""
     there, here = VaultClient(holder), VaultClient(reader)
     try:
-        slot = _fill(there, nbytes)
-        warm = torch.zeros(nbytes, dtype=torch.uint8)
-        _read_s(here, slot, warm)  # not measured: the first read has to connect
-        took: tuple[list[float], list[float]] = [], []
-        for _ in range(repeats):
-            for times, target in zip(took, (warm, torch.empty(nbytes, dtype=torch.uint8)), strict=True):
-                times.append(_read_s(here, slot, target))
-                expected = torch.arange(nbytes // 8, dtype=torch.int64)
-                assert torch.equal(target.view(torch.int64), expected), "the bytes read are wrong"
-        return took
+        slot, target = _fill(there, nbytes), torch.zeros(nbytes, dtype=torch.uint8)
+        took = [_read_s(here, slot, target) for _ in range(repeats + 1)]
+        assert torch.equal(target.view(torch.int64), torch.arange(nbytes // 8)), "the bytes read are wrong"
+        return took[1:]  # the first read has to connect
     finally:
         there.close()
         here.close()

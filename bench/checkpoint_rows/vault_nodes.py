@@ -94,11 +94,6 @@ class NodeVault:
         assert isinstance(answer, local.StatisticsAnswer)
         return answer
 
-    def own_bytes(self) -> int:
-        """The process's memory apart from the slots it shares: RssAnon."""
-        status = Path(f"/proc/{self.process.pid}/status").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon:"))
-
     def kill(self) -> None:
         """The node is gone, and all that its memory held."""
         self.process.kill()

@@ -48,12 +48,6 @@ class Seats(NamedTuple):
     first_rank: dict[str, int]
 
 
-class _Body(msgspec.Struct):
-    """A directive's body before it is looked into."""
-
-    type: str
-
-
 class _Directive(msgspec.Struct):
     seq: int
     body: msgspec.Raw

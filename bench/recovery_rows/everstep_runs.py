@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import signal
 import statistics
@@ -25,10 +24,12 @@ SCRIPTS = {"lightning": "bench.recovery_rows.lightning_train", "transformers": "
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run left: a recovery per fault, and the controller's own account of each with its phases."""
+    """What a run left: a recovery per fault, the controller's own account of each with its phases, and the median
+    seconds of a step of rank 0."""
 
     recovered: list[Recovered]
     accounts: list[GenerationRecovery]
+    step_s: float
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,9 @@ class Fleet:
         assert launcher is not None
         wait_for(lambda: launcher.poll() is not None, f"the workload ends (logs in {self.world.logs})", deadline_s)
         job = Client(self.world.url, self.world.operator_token).job(JOB)
-        return Outcome(recoveries(self.folder / "steps", self._place.world - 1), list(job.recoveries))
+        logs = self.folder / "steps"
+        step_s = statistics.median(step_seconds(logs, 2))
+        return Outcome(recoveries(logs, self._place.world - 1), list(job.recoveries), step_s)
 
 
 def faults(
@@ -133,16 +136,6 @@ def faults(
     fault = f"{victim}:{','.join(map(str, at))}:{where}:{signal_name}"
     with Fleet(layout, at[-1] + place.apart, fault, place) as fleet:
         return fleet.finish(deadline_s)
-
-
-def faults_by_size(
-    place: Place, count: int, deadline_s: float
-) -> tuple[list[Recovered], list[GenerationRecovery], float]:
-    """Kill rank 3 ``count`` times between steps; return also the median seconds of a step of rank 0."""
-    at = fault_steps(count, place.apart, place.first)
-    with Fleet("ddp", at[-1] + place.apart, f"3:{','.join(map(str, at))}:between:KILL", place) as fleet:
-        outcome = fleet.finish(deadline_s)
-        return outcome.recovered, outcome.accounts, statistics.median(step_seconds(fleet.folder / "steps", 2))
 
 
 @dataclass(frozen=True)
@@ -162,10 +155,10 @@ def controller_away(away_s: float, kill_rank: bool) -> ControllerAway:
         fleet.world.controller.kill()
         fleet.world.controller.wait()
         died = time.clock_gettime(time.CLOCK_MONOTONIC)
-        _sleep(away_s / 2)
+        time.sleep(away_s / 2)
         if kill_rank:
             os.kill(_rank_pid(fleet, 3), signal.SIGKILL)
-        _sleep(away_s / 2)
+        time.sleep(away_s / 2)
         fleet.world.start_controller()
         back = time.clock_gettime(time.CLOCK_MONOTONIC)
         goal = fleet.step() + 20
@@ -186,35 +179,3 @@ def _away(logs: dict[str, list[dict[str, float]]], died: float, back: float, kil
 def _rank_pid(fleet: Fleet, rank: int) -> int:
     newest = max((fleet.folder / "steps").glob(f"rank{rank}-*.jsonl"), key=lambda path: path.stat().st_mtime_ns)
     return int(newest.stem.rpartition("-")[2])
-
-
-def _sleep(seconds: float) -> None:
-    """Lets the controller be dead for a while: here the length itself is what is measured."""
-    time.sleep(seconds)
-
-
-def agent_footprint(seconds: float) -> tuple[float, float]:
-    """(resident MiB, share of one core) of supervisor and sensors with eight virtual GPUs at 1 Hz, idle of jobs."""
-    with tempfile.TemporaryDirectory(prefix="everstep-bench-") as name:
-        world = World(Path(name), ["n1"])
-        with world:
-            world.start_controller()
-            world.boot_nodes()
-            node = world.nodes["n1"]
-            ready = json.loads((node.folder / "agent.json").read_text())
-            pids = [ready["pid"], ready["sensor_pid"]]
-            _sleep(3)  # beyond its start
-            before = sum(map(_cpu_s, pids))
-            _sleep(seconds)
-            share = (sum(map(_cpu_s, pids)) - before) / seconds
-            return sum(map(_resident_mib, pids)), share
-
-
-def _cpu_s(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def _resident_mib(pid: int) -> float:
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("VmRSS")).split()[1]) / 1024

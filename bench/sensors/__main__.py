@@ -16,78 +16,49 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from bench.sensors import cost, latency, noise
-from bench.sensors.events import Outcome, load_rows, run_row
-from bench.table import WIDTH_IN_A_FILE, Row, finish, parser_of
+from bench.sensors.events import EventRow, Outcome, load_rows, run_row
+from bench.table import Row, finish, parser_of
 from everstep_agent.policy.rules import load_policy
 
-KINDS: dict[str, Callable[[Outcome], bool]] = {
-    "harmless events": lambda outcome: not outcome.row.fault,
-    "faults": lambda outcome: outcome.row.fault and not outcome.row.at_start,
-    "faults from before the start": lambda outcome: outcome.row.fault and outcome.row.at_start,
+KINDS: dict[str, Callable[[EventRow], bool]] = {
+    "harmless events": lambda row: not row.fault,
+    "faults": lambda row: row.fault and not row.at_start,
+    "faults from before the start": lambda row: row.fault and row.at_start,
 }
-
-
 QUICK_EVERY = 6
 
 
 def run_events(only: str, is_quick: bool, json_path: Path | None) -> int:
-    """Run the rows whose name has the text ``only``, print tables, and return the exit status."""
+    """Run the rows whose name has the text ``only``, print what is wrong and the figures; return the exit status."""
     policy = load_policy()
     rows = [row for row in load_rows() if only in row.name][:: QUICK_EVERY if is_quick else 1]
     outcomes = [run_row(row, policy) for row in track(rows, description="events", transient=True)]
-    console = Console(width=None if sys.stdout.isatty() else WIDTH_IN_A_FILE)
-    console.print(table_of_kinds(outcomes))
     for outcome in outcomes:
         if not outcome.is_right:
-            console.print(f"[red]{outcome.row.name}[/]: {outcome.problems}", highlight=False)
-    status = finish("Events", figures(outcomes), json_path)
+            print(f"{outcome.row.name}: {outcome.problems}")
+    status = finish("Events through the real sensors", figures(outcomes), json_path)
     return int(status or any(not outcome.is_right for outcome in outcomes))
 
 
-def table_of_kinds(outcomes: Sequence[Outcome]) -> Table:
-    """Return a table with a row for each kind of event."""
-    table = Table(title="Events through the real sensors")
-    for column in ("kind", "events", "found", "right subject", "right action", "with other findings", "not cleared"):
-        table.add_column(column, justify="left" if column == "kind" else "right")
-    for name, belongs in KINDS.items():
-        of_kind = [outcome for outcome in outcomes if belongs(outcome)]
-        counts = (
-            sum(not outcome.missing for outcome in of_kind),
-            sum(not outcome.missing and not outcome.wrong_subject for outcome in of_kind),
-            sum(not outcome.missing and not outcome.wrong_subject and not outcome.wrong_action for outcome in of_kind),
-        )
-        found = map(str, counts) if name != "harmless events" else ("", "", "")
-        others = sum(bool(outcome.others) for outcome in of_kind)
-        lasting = sum(bool(outcome.lasting) for outcome in of_kind)
-        table.add_row(name, str(len(of_kind)), *found, str(others), str(lasting))
-    return table
-
-
 def figures(outcomes: Sequence[Outcome]) -> list[Row]:
-    """Return the figures that are judged."""
-    harmless = [outcome for outcome in outcomes if not outcome.row.fault]
-    faults = [outcome for outcome in outcomes if outcome.row.fault]
-    early = [outcome for outcome in faults if outcome.row.at_start]
-    return [
-        Row("harmless events", len(harmless), "events"),
-        Row("harmless events that evict", sum(bool(outcome.evicting) for outcome in harmless), "events", 0, 0),
-        Row("harmless events with a finding above info", sum(bool(each.others) for each in harmless), "events", 2, 0),
-        Row("faults", len(faults), "events"),
-        Row("faults missed, or with a wrong subject or action", sum(map(_is_missed, faults)), "events", 0, 0),
-        Row("faults with another finding above info", sum(bool(each.others) for each in faults), "events", None, 0),
-        Row("findings that do not clear", sum(bool(each.lasting) for each in outcomes), "events", 0, 0),
-        Row("faults from before the start that are missed", sum(map(_is_missed, early)), "events", 2, 0),
-        Row("polls", sum(outcome.polls for outcome in outcomes), ""),
-    ]
-
-
-def _is_missed(outcome: Outcome) -> bool:
-    return bool(outcome.missing or outcome.wrong_subject or outcome.wrong_action)
+    """Return the figures, by kind of event."""
+    rows = []
+    for name, belongs in KINDS.items():
+        of_kind = [outcome for outcome in outcomes if belongs(outcome.row)]
+        most_others = 2 if name == "harmless events" else None
+        rows += [
+            Row(name, len(of_kind), "events"),
+            Row(f"{name} whose findings are missing", sum(bool(each.missing) for each in of_kind), "events", 0, 0),
+            Row(f"{name} with a wrong subject", sum(bool(each.wrong_subject) for each in of_kind), "events", 0, 0),
+            Row(f"{name} with a wrong action", sum(bool(each.wrong_action) for each in of_kind), "events", 0, 0),
+            Row(f"{name} with others above info", sum(bool(each.others) for each in of_kind), "events", most_others, 0),
+            Row(f"{name} whose findings do not clear", sum(bool(each.lasting) for each in of_kind), "events", 0, 0),
+        ]
+    evicting = sum(bool(outcome.evicting) for outcome in outcomes if not outcome.row.fault)
+    return [*rows, Row("harmless events that evict", evicting, "events", 0, 0)]
 
 
 def run_noise(is_quick: bool, json_path: Path | None) -> int:

@@ -8,6 +8,6 @@ from bench.calm.programs.catalogue import CATALOGUE
 
 __all__ = ["PROGRAMS", "changes_of_state", "endings", "interpreter", "lone_work", "pace", "saves"]
 
-CATALOGUE.audit("light", "lone_validation_of_4s", "gan", "batch_norm")
-CATALOGUE.audit("standard", "gradient_hooks_of_a_step", "fake_quantisation", "gradient_accumulation", "gan")
+CATALOGUE.audit("light", "lone_validation_of_4s", "adversarial_pair", "batch_norm")
+CATALOGUE.audit("standard", "hooks_registered_in_the_step", "fake_quantisation", "accumulation", "adversarial_pair")
 PROGRAMS: dict[str, Program] = CATALOGUE.programs

@@ -1,157 +1,84 @@
-"""Changes of parameters, gradients and generators by ordinary scripts, besides an optimizer's update."""
+"""Changes of parameters, gradients and generators by ordinary scripts, besides an optimizer's update.
+
+Most are programs that also train under audits; here they run under the launcher.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 import everstep
-from bench.calm.program import Diary, pause
+from bench.calm.audited_training import WIDTH, AuditedTraining
+from bench.calm.honest_programs import HONEST, Train
+from bench.calm.program import Diary, TrainingFunction, pause
 from bench.calm.programs.catalogue import CATALOGUE
-from bench.calm.training import BATCH, FEATURES, SAMPLES, STEP_S, SmallTraining, small_model
+from bench.calm.training import STEP_S, SmallTraining, small_model
 
 STEPS = 80
+SHARED = (
+    "average_of_weights",
+    "average_swapped_by_data",
+    "weight_clipping",
+    "hooks_registered_in_the_step",
+    "hook_after_accumulation",
+    "adversarial_pair",
+    "accumulation",
+    "fake_quantisation",
+    "batch_norm",
+)
+"""Names of the programs that both parts have."""
 
 
-@CATALOGUE.add("A tracked average of the weights, updated under no_grad.")
-def average_by_no_grad(run: everstep.Run, diary: Diary) -> None:
-    average = copy.deepcopy(small_model())
-    training = SmallTraining(run, diary, average=average)
-    for _ in training.steps(STEPS):
-        with torch.no_grad():
-            for mean, value in zip(average.parameters(), training.model.parameters(), strict=True):
-                mean.lerp_(value, 0.1)
-    training.finish(average)
+class LaunchedTraining(AuditedTraining):
+    """An honest program's interface under the launcher: default audits, pauses in steps, and notes."""
+
+    def __init__(self, run: everstep.Run, diary: Diary) -> None:
+        super().__init__(run, "off")
+        self._diary, self._step = diary, 0
+        self._modules: list[nn.Module] = []
+
+    def track(self, **objects: Any) -> None:
+        """Track objects."""
+        self._modules = [value for value in objects.values() if isinstance(value, nn.Module)]
+        self.run.track(**objects)
+
+    def steps(self, until: int = STEPS) -> Iterator[int]:
+        """Yield steps, and pause in each."""
+        for step in self.run.steps(until=until, seed=1):
+            self._step = step
+            yield step
+            pause(STEP_S)
+
+    def loss(self, model: nn.Module, width: int = WIDTH) -> torch.Tensor:
+        """Return the loss of a random batch, and note it."""
+        loss = super().loss(model, width)
+        self._diary.loss(self._step, loss)
+        return loss
+
+    def finish(self) -> None:
+        """Note what the models are in the end."""
+        self._diary.final(*self._modules)
 
 
-@CATALOGUE.add("An average of the weights by .data, which is swapped in for a validation every 20 steps.")
-def average_swapped_by_data(run: everstep.Run, diary: Diary) -> None:
-    average = copy.deepcopy(small_model())
-    training = SmallTraining(run, diary, average=average)
-    parameters, means = list(training.model.parameters()), list(average.parameters())
-    for step in training.steps(STEPS):
-        for mean, value in zip(means, parameters, strict=True):
-            mean.data.mul_(0.9).add_(value.data, alpha=0.1)
-        if step % 20 == 0:
-            own = [value.data.clone() for value in parameters]
-            for value, mean in zip(parameters, means, strict=True):
-                value.data.copy_(mean.data)
-            pause(0.3)
-            for value, kept in zip(parameters, own, strict=True):
-                value.data.copy_(kept)
-    training.finish(average)
+def launched(train: Train) -> TrainingFunction:
+    """Return the training function of a rank under the launcher."""
+
+    def train_launched(run: everstep.Run, diary: Diary) -> None:
+        training = LaunchedTraining(run, diary)
+        train(training)
+        training.finish()
+
+    return train_launched
 
 
-@CATALOGUE.add("Weights are clipped through .data after each update.")
-def weight_clipping_by_data(run: everstep.Run, diary: Diary) -> None:
-    training = SmallTraining(run, diary)
-    for _ in training.steps(STEPS):
-        for value in training.model.parameters():
-            value.data.clamp_(-0.2, 0.2)
-    training.finish()
-
-
-@CATALOGUE.add("Hooks that halve gradients, registered in each step and removed after the backward pass.")
-def gradient_hooks_of_a_step(run: everstep.Run, diary: Diary) -> None:
-    training = SmallTraining(run, diary)
-    for step in run.steps(until=STEPS, seed=1):
-        hooks = [value.register_hook(lambda gradient: gradient * 0.5) for value in training.model.parameters()]
-        loss = training.backward(step)
-        for hook in hooks:
-            hook.remove()
-        training.update(step, loss)
-    training.finish()
-
-
-@CATALOGUE.add("Hooks that log gradients, registered once; gradients are clipped before the update.")
-def gradient_logging_and_clipping(run: everstep.Run, diary: Diary) -> None:
-    training = SmallTraining(run, diary)
-    norms: list[float] = []
-    for value in training.model.parameters():
-        value.register_post_accumulate_grad_hook(lambda value: norms.append(value.grad.norm().item()))
-    for step in run.steps(until=STEPS, seed=1):
-        loss = training.backward(step)
-        nn.utils.clip_grad_norm_(training.model.parameters(), 1.0)
-        training.update(step, loss)
-    training.finish()
-
-
-@CATALOGUE.add("Two models with an optimizer each, updated in turns; the critic's weights are clipped.")
-def gan(run: everstep.Run, diary: Diary) -> None:
-    torch.manual_seed(0)
-    maker = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, FEATURES))
-    critic = nn.Sequential(nn.Linear(FEATURES, 32), nn.ReLU(), nn.Linear(32, 1))
-    makers, critics = run.replicate(maker), run.replicate(critic)
-    make = torch.optim.Adam(maker.parameters(), lr=1e-3)
-    judge = torch.optim.RMSprop(critic.parameters(), lr=1e-3)
-    sampler = run.sampler(SAMPLES, global_batch=BATCH, seed=1)
-    real = torch.randn(SAMPLES, FEATURES, generator=torch.Generator().manual_seed(2)) + 1
-    run.track(maker=makers, critic=critics, maker_optimizer=make, critic_optimizer=judge)
-    for step in run.steps(until=STEPS, seed=1):
-        samples = real[sampler.indices(step)]
-        noise = torch.randn(len(samples), 8)
-        judge.zero_grad()
-        loss = critics(makers(noise).detach()).mean() - critics(samples).mean()
-        loss.backward()
-        judge.step()
-        for value in critic.parameters():
-            value.data.clamp_(-0.05, 0.05)
-        if step % 2 == 0:
-            make.zero_grad()
-            (-critics(makers(noise)).mean()).backward()
-            make.step()
-        diary.loss(step, loss)
-        pause(STEP_S)
-    diary.final(maker, critic)
-
-
-@CATALOGUE.add("Gradients of four parts of a batch are added up under no_sync.")
-def gradient_accumulation(run: everstep.Run, diary: Diary) -> None:
-    training = SmallTraining(run, diary)
-    for step in run.steps(until=STEPS, seed=1):
-        *first, last = training.sampler.indices(step).chunk(4)
-        with training.replicas.no_sync():  # type: ignore[operator]
-            for part in first:
-                nn.functional.mse_loss(training.replicas(training.inputs[part]), training.targets[part]).backward()
-        loss = nn.functional.mse_loss(training.replicas(training.inputs[last]), training.targets[last])
-        loss.backward()
-        training.update(step, loss)
-    training.finish()
-
-
-@CATALOGUE.add("From step 30 on layers compute with quantised inputs and weights.")
-def fake_quantisation(run: everstep.Run, diary: Diary) -> None:
-    def quantised(value: torch.Tensor) -> torch.Tensor:
-        return value + ((value * 16).round() / 16 - value).detach()
-
-    class Layer(nn.Linear):
-        is_quantised = False
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if not self.is_quantised:
-                return super().forward(x)
-            return nn.functional.linear(quantised(x), quantised(self.weight), self.bias)
-
-    torch.manual_seed(0)
-    training = SmallTraining(run, diary, nn.Sequential(Layer(FEATURES, 64), nn.ReLU(), Layer(64, 1)))
-    for step in run.steps(until=STEPS, seed=1):
-        Layer.is_quantised = step >= 30
-        training.learn(step)
-    training.finish()
-
-
-@CATALOGUE.add("Batch normalization, whose statistics change in each forward pass.")
-def batch_norm(run: everstep.Run, diary: Diary) -> None:
-    torch.manual_seed(0)
-    layers = [nn.Linear(FEATURES, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 1)]
-    training = SmallTraining(run, diary, nn.Sequential(*layers))
-    training.train(STEPS)
-    training.finish()
+for name in SHARED:
+    CATALOGUE.insert(name, HONEST[name].sentence, launched(HONEST[name].train))
 
 
 @CATALOGUE.add("Noise from a torch.Generator of the script's own, tracked.")

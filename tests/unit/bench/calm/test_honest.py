@@ -56,6 +56,6 @@ def test_programs_are_described_and_named_once() -> None:
 
 
 def test_program_under_audits_keeps_all_else() -> None:
-    plain, audited = PROGRAMS["gan"], PROGRAMS["gan_under_standard"]
+    plain, audited = PROGRAMS["adversarial_pair"], PROGRAMS["adversarial_pair_under_standard"]
     assert audited.options == ("--sdc", "standard")
     assert (audited.train, audited.effects) == (plain.train, plain.effects)
