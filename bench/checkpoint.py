@@ -12,18 +12,15 @@ in the quick size the rows that depend on it are not judged. Each process comput
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-
-from rich.progress import Progress
 
 from bench.checkpoint_rows import four, other_checkpoints, single, transfer
 from bench.checkpoint_rows.curves import curves
 from bench.checkpoint_rows.state import Size
 from bench.processes import ProcessPool
-from bench.table import Row, finish, parser_of, write_json
+from bench.table import Row, finish, parser_of, run_parts
 
 TENSORS, TENSOR_BYTES, QUICK_TENSOR_BYTES = 64, 16 << 20, 1 << 20
 SMALL_TENSORS = 1000
@@ -63,23 +60,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> int:
     options = parse(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
-    rows: list[Row] = []
     with ProcessPool(["bench.checkpoint_rows.rank"]) as pool:
         if options.curve:
             return finish("Growth of stall and restore", curves(pool, options.curve, options.quick), options.json)
-        wanted = parts(pool, options)
-        with Progress() as progress:
-            task = progress.add_task("checkpoint", total=len(wanted))
-            for name, part in wanted:
-                progress.update(task, description=name)
-                try:
-                    rows += part()
-                except RuntimeError as error:
-                    rows.append(Row(f"{name}: did not run", None, "", 0, against=str(error).strip().splitlines()[-1]))
-                if options.json is not None:
-                    write_json(options.json, rows)  # what was measured so far outlives a part that fails
-                progress.advance(task)
+        rows = run_parts(parts(pool, options), options.json)
     return finish("Checkpoints in memory", rows, options.json)
 
 

@@ -15,19 +15,16 @@ that it has stored nothing of it. 100M takes 13 GiB of memory.
 from __future__ import annotations
 
 import itertools
-import signal
 import statistics
 import sys
 from collections.abc import Callable, Iterable
 from functools import partial
 
-from rich.progress import Progress
-
 from bench.peers import run as peers
 from bench.recovery_rows import deaths
 from bench.recovery_rows import everstep_runs as ours
 from bench.recovery_rows.recoveries import Recovered
-from bench.table import Row, finish, parser_of, write_json
+from bench.table import Row, finish, parser_of, run_parts
 
 KILL_FLOOR_S, KILL_AIM_S = 0.5, 0.15
 STOP_FLOOR_S, STOP_AIM_S = 1.5, 1.2
@@ -155,7 +152,6 @@ def main(argv: list[str]) -> int:
         parser.error(f"--sizes {','.join(sorted(unknown))}: known are {', '.join(SIZES)}")
     if unknown := set(options.scripts or ()) - set(SCRIPTS):
         parser.error(f"--scripts {','.join(sorted(unknown))}: known are {', '.join(SCRIPTS)}")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was started is ended
     repeats = 3 if options.quick else options.repeats
     parts: list[tuple[str, Callable[[], list[Row]]]] = [
         (f"{layout} SIG{name} rank {victim} {where}", partial(case, layout, victim, where, name, repeats))
@@ -170,15 +166,7 @@ def main(argv: list[str]) -> int:
     if options.sizes:
         parts = [(label, lambda label=label: size(label, repeats)) for label in options.sizes]  # type: ignore[misc]
     parts = [part for part in parts if not options.only or options.only in part[0]]
-    rows: list[Row] = []
-    with Progress() as progress:
-        task = progress.add_task("recovery", total=len(parts))
-        for name, part in parts:
-            progress.update(task, description=name)
-            rows += part()
-            if options.json is not None:
-                write_json(options.json, rows)  # what was measured so far outlives a part that fails
-            progress.advance(task)
+    rows = run_parts(parts, options.json)
     return finish("From a fault to the next finished step", rows, options.json)
 
 

@@ -6,14 +6,16 @@ import argparse
 import json
 import os
 import platform
+import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 WIDTH_IN_A_FILE = 150
@@ -95,6 +97,31 @@ def write_json(path: Path, rows: list[Row], also: Mapping[str, object] = Mapping
     judged = [{**asdict(row), "met": row.met} for row in rows]
     whole = {"machine": {**machine(), **also}, "versions": versions(), **more, "rows": judged}
     path.write_text(json.dumps(whole, indent=2) + "\n")
+
+
+def run_parts(parts: Sequence[tuple[str, Callable[[], list[Row]]]], json_path: Path | None) -> list[Row]:
+    """Measure parts by name, one after another, behind a progress bar; their rows.
+
+    A part that raises RuntimeError is a row that misses its floor. What was measured so far is kept in the JSON.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is ended
+    rows: list[Row] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns) as bar:
+        task = bar.add_task("", total=len(parts))
+        for name, part in parts:
+            bar.update(task, description=name)
+            try:
+                found = part()
+            except RuntimeError as error:
+                found = [Row(f"{name}: did not run", None, "", 0, against=str(error).strip().splitlines()[-1])]
+            for row in found:
+                bar.console.print(f"{row.name}: {_number(row.value)} {row.unit} {row.against}", markup=False)
+            rows += found
+            if json_path is not None:
+                write_json(json_path, rows)
+            bar.advance(task)
+    return rows
 
 
 def finish(title: str, rows: list[Row], json_path: Path | None) -> int:

@@ -12,14 +12,11 @@ Patterns have the part before a slash: ``calm/lone_*``, ``hang/*``.
 
 from __future__ import annotations
 
-import signal
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
-
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench.calm import hangs
 from bench.calm.hang_programs import HANGS
@@ -29,7 +26,7 @@ from bench.calm.honest_programs import HONEST
 from bench.calm.launched_run import can_mount, run_plainly, run_program
 from bench.calm.program import Program
 from bench.calm.programs import PROGRAMS
-from bench.table import Row, finish, parser_of, write_json
+from bench.table import Row, finish, parser_of, run_parts
 
 QUICK = (
     "calm/lone_validation_of_4s",
@@ -40,14 +37,6 @@ QUICK = (
 )
 
 
-@dataclass(frozen=True)
-class Measure:
-    """One line of the table: a program with the function that measures it."""
-
-    name: str
-    run: Callable[[], list[Row]]
-
-
 class CalmRows:
     """Measures calm programs, and adds up their harm."""
 
@@ -55,12 +44,8 @@ class CalmRows:
         self._logs, self._with_plain = logs, with_plain
         self._harms: dict[str, list[Harmed]] = {}
 
-    def measures(self) -> Iterator[Measure]:
-        """Yield one measure for each program."""
-        for name, program in PROGRAMS.items():
-            yield Measure(f"calm/{name}", lambda program=program: self._measure(program))  # type: ignore[misc]
-
-    def _measure(self, program: Program) -> list[Row]:
+    def measure(self, program: Program) -> list[Row]:
+        """Run one program, and return its row."""
         name = f"calm/{program.name}"
         if program.shared_memory and not can_mount():
             return [Row(name, None, "harms", against="not run: mount namespaces are not permitted here")]
@@ -83,13 +68,6 @@ class CalmRows:
         return rows
 
 
-def choose(measures: list[Measure], patterns: list[str]) -> list[Measure]:
-    """Return the measures whose names match one of the patterns; all without patterns."""
-    if not patterns:
-        return measures
-    return [measure for measure in measures if any(fnmatchcase(measure.name, pattern) for pattern in patterns)]
-
-
 def main(argv: list[str]) -> int:
     """Run the bench and return its exit status."""
     parser = parser_of("calm", __doc__)
@@ -97,33 +75,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--no-plain", action="store_true", help="do not compare losses with torchrun")
     parser.add_argument("--logs", type=Path, default=Path("out/calm"), help="folder for the logs of all programs")
     options = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that what was started is ended
-    calm = CalmRows(options.logs, not options.no_plain)
-    hanging = [
-        Measure(f"hang/{name}", lambda hang=hang: hangs.measure(hang, options.logs))  # type: ignore[misc]
-        for name, hang in HANGS.items()
-    ]
-    honest = HonestRows()
-    under_audits = [
-        Measure(f"honest/{name}", lambda program=program: honest.measure(program))  # type: ignore[misc]
-        for name, program in HONEST.items()
-    ]
-    chosen = choose([*calm.measures(), *hanging, *under_audits], options.only or (list(QUICK) if options.quick else []))
+    calm, honest = CalmRows(options.logs, not options.no_plain), HonestRows()
+    parts: dict[str, Callable[[], list[Row]]] = {
+        **{f"calm/{name}": partial(calm.measure, program) for name, program in PROGRAMS.items()},
+        **{f"hang/{name}": partial(hangs.measure, hang, options.logs) for name, hang in HANGS.items()},
+        **{f"honest/{name}": partial(honest.measure, program) for name, program in HONEST.items()},
+    }
+    patterns = options.only or (QUICK if options.quick else ["*"])
+    chosen = [part for part in parts.items() if any(fnmatchcase(part[0], pattern) for pattern in patterns)]
     if not chosen:
         parser.error(f"no program matches {' '.join(options.only)}")
-    rows: list[Row] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns) as bar:
-        task = bar.add_task("calm", total=len(chosen))
-        for measure in chosen:
-            bar.update(task, description=measure.name)
-            found = measure.run()
-            for row in found:
-                bar.console.print(f"{row.name}: {row.value if row.value is not None else '-'} {row.unit} {row.against}")
-            rows += found
-            if options.json is not None:
-                write_json(options.json, rows)  # what was measured so far outlives a measure that fails
-            bar.advance(task)
+    rows = run_parts(chosen, options.json)
     return finish("The calm day", [*calm.totals(), *honest.totals(), *rows], options.json)
 
 

@@ -1,15 +1,17 @@
-"""The controller's event log as operators follow it: server-sent events, each with the time of its arrival."""
+"""The controller's event log as operators follow it: a stream, each event with the time of its arrival."""
 
 from __future__ import annotations
 
-import json
+import contextlib
 import threading
 import time
-import urllib.request
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from bench.load.fleet import Controller
+from everstep.client import Client
+from everstep.errors import EverstepError
+from everstep.wire.v1.operator import Event
 
 
 class Seen(NamedTuple):
@@ -18,7 +20,6 @@ class Seen(NamedTuple):
     at: float
     kind: str
     node: str
-    sentence: str
 
 
 class Follower:
@@ -26,20 +27,14 @@ class Follower:
 
     def __init__(self, controller: Controller) -> None:
         self.seen: list[Seen] = []
-        request = urllib.request.Request(f"http://{controller.address}/v1/events/stream", headers=controller.headers)
-        self._answer = urllib.request.urlopen(request, timeout=60)
-        threading.Thread(target=self._read, daemon=True).start()
+        client = Client(f"http://{controller.address}", controller.token)
+        threading.Thread(target=self._read, args=(client, client.status().newest_event), daemon=True).start()
 
-    def _read(self) -> None:
-        try:
-            for line in self._answer:
-                if line.startswith(b"data:"):
-                    event: dict[str, Any] = json.loads(line[5:])
-                    self.seen.append(
-                        Seen(time.time(), event["kind"], event.get("node") or "", event.get("sentence") or "")
-                    )
-        except (OSError, ValueError):
-            return  # the controller has ended
+    def _read(self, client: Client, after: int) -> None:
+        with contextlib.suppress(EverstepError):  # the controller has ended
+            for event in client.stream(after):
+                if isinstance(event, Event):
+                    self.seen.append(Seen(time.time(), event.kind, event.node or ""))
 
     def kinds(self, since: int = 0) -> Counter[str]:
         """Return the number of events of each kind."""

@@ -61,8 +61,8 @@ class Controller:
             time.sleep(0.01)
         told = json.loads(ready.read_text())
         self.address, self.operators_address = str(told["address"]), str(told["operators_address"])
-        token = mint(self.secret_file.read_bytes().strip(), TokenRole.OPERATOR, "bench")
-        self.headers = {"Authorization": f"Bearer {token}"}
+        self.token = mint(self.secret_file.read_bytes().strip(), TokenRole.OPERATOR, "bench")
+        self.headers = {"Authorization": f"Bearer {self.token}"}
 
     def log(self) -> str:
         return (self.directory / "controller.log").read_text()[-4000:]

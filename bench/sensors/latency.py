@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import random
@@ -13,17 +12,15 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
-
 from bench.table import Row
-from everstep.wire.v1.operator import Event
+from everstep.client import Client
+from everstep.wire.v1.operator import Event, EventGap
 from everstep_agent.virtual.scenario import DGX_BUS_IDS
 from examples.demo.world import Node, World, wait_for
 
 KERNEL_LOG = "a kernel line to the controller's event stream"
 CONTROL = "NVML to the controller's event stream, polled at 1 Hz"
 FLOOR_MS, AIM_MS = 100.0, 20.0
-ANSWER_S = 30.0
 GPUS = 8
 FAULTS: tuple[tuple[str, dict[str, object]], ...] = (
     ("gpu.row_remap_failure", {"remap_failure": True}),
@@ -41,35 +38,19 @@ class _World(World):
     settings = "[policy.findings]\nburst_count = 100\n"
 
 
-class _Stream:
-    """The controller's event stream, read as it comes."""
-
-    def __init__(self, world: World) -> None:
-        self._connection = http.client.HTTPConnection(world.url.removeprefix("http://"), timeout=ANSWER_S)
-        headers = {"Authorization": f"Bearer {world.operator_token}"}
-        self._connection.request("GET", "/v1/events/stream", headers=headers)
-        self._answer = self._connection.getresponse()
-        if self._answer.status != 200:
-            raise RuntimeError(f"the event stream answers {self._answer.status}: {self._answer.read(300)!r}")
-
-    def wait_for(self, *texts: str) -> float:
-        """Return the time (of ``perf_counter``) at which an entry with all the texts came."""
-        while line := self._answer.readline():
-            if line.startswith(b"data: ") and all(text in _text(line) for text in texts):
-                return time.perf_counter()
-        raise RuntimeError(f"the event stream ended before {' '.join(texts)}")
-
-    def close(self) -> None:
-        self._connection.close()
+Events = Iterator[Event | EventGap]
 
 
-def _text(line: bytes) -> str:
-    event = msgspec.json.decode(line.removeprefix(b"data: "), type=Event)
-    return f"{event.kind} {event.node} {event.detail.get('key', '')}"
+def _wait_for(events: Events, key: str) -> float:
+    """Return the time (of ``perf_counter``) at which a finding of this key came."""
+    for event in events:
+        if isinstance(event, Event) and event.kind == "finding" and key in event.detail.get("key", ""):
+            return time.perf_counter()
+    raise RuntimeError(f"the event stream ended before {key}")
 
 
 @contextlib.contextmanager
-def _node() -> Iterator[tuple[Node, _Stream]]:
+def _node() -> Iterator[tuple[Node, Events]]:
     """Start a controller, and an agent whose kernel log is a named pipe."""
     with tempfile.TemporaryDirectory(prefix="everstep-bench-") as out, _World(Path(out), ["n0"]) as world:
         world.start_controller()
@@ -79,11 +60,8 @@ def _node() -> Iterator[tuple[Node, _Stream]]:
         node.virtual = f"default:{GPUS}"
         node.boot()
         wait_for(lambda: node.booted, "the agent is up")
-        stream = _Stream(world)
-        try:
-            yield node, stream
-        finally:
-            stream.close()
+        client = Client(world.url, world.operator_token)
+        yield node, client.stream(client.status().newest_event)
 
 
 def measure(repeats: int) -> list[Row]:
@@ -93,27 +71,27 @@ def measure(repeats: int) -> list[Row]:
     return [*_rows(KERNEL_LOG, seconds[0], FLOOR_MS, AIM_MS), *_rows(CONTROL, seconds[1], None, None)]
 
 
-def _repeat(cause: Callable[[Node, _Stream, int], float], repeats: int) -> list[float]:
+def _repeat(cause: Callable[[Node, Events, int], float], repeats: int) -> list[float]:
     """Cause that many faults on one node, and return the seconds that each took."""
     pauses = random.Random(repeats)
     found = []
-    with _node() as (node, stream):
+    with _node() as (node, events):
         for number in range(repeats):
             time.sleep(pauses.uniform(SHORTEST_PAUSE_S, LONGEST_PAUSE_S))
-            found.append(cause(node, stream, number))
+            found.append(cause(node, events, number))
     return found
 
 
-def _by_line(node: Node, stream: _Stream, number: int) -> float:
+def _by_line(node: Node, events: Events, number: int) -> float:
     """Write an XID 79 of a GPU that had none, and return the seconds until its finding is shown."""
     gpu = f"0000:{number + 0x80:02x}:00"
     started = time.perf_counter()
     with node.kernel_log.open("w") as pipe:
         pipe.write(f"NVRM: Xid (PCI:{gpu}): 79, pid=1, name=bench, GPU has fallen off the bus.\n")
-    return stream.wait_for("finding ", f"gpu.xid/{gpu}/79") - started
+    return _wait_for(events, f"gpu.xid/{gpu}/79") - started
 
 
-def _by_control(node: Node, stream: _Stream, number: int) -> float:
+def _by_control(node: Node, events: Events, number: int) -> float:
     """Let NVML show one more fault of a GPU, and return the seconds until its finding is shown."""
     faults: dict[str, dict[str, object]] = {}
     for earlier in range(number + 1):
@@ -123,7 +101,7 @@ def _by_control(node: Node, stream: _Stream, number: int) -> float:
     new.write_text(json.dumps({"gpus": faults}))
     new.rename(node.control)
     kind = FAULTS[number // GPUS][0]
-    return stream.wait_for("finding ", f"{kind}/0000:{DGX_BUS_IDS[number % GPUS]}") - started
+    return _wait_for(events, f"{kind}/0000:{DGX_BUS_IDS[number % GPUS]}") - started
 
 
 def _rows(name: str, seconds: list[float], floor: float | None, aim: float | None) -> list[Row]:
