@@ -14,6 +14,8 @@ from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any
 
+from everstep.host.processes import Process, read_environment, read_processes
+
 DEADLINE_S = 300.0
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 """As launchers set it, ours and torchrun; the loopback is where all of them are."""
@@ -77,6 +79,11 @@ class ProcessPool:
             process.join()
             connection.close()
         self._running.clear()
+
+
+def marked_processes(variable: str, value: str) -> list[Process]:
+    """Return the processes that have a variable with this value, also those in sessions of their own."""
+    return [process for pid, process in read_processes().items() if read_environment(pid).get(variable) == value]
 
 
 def gather(answers: Sequence[Connection], deadline_s: float = DEADLINE_S) -> list[Any]:

@@ -13,18 +13,20 @@ import tempfile
 import threading
 import time
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import msgspec
 
 from bench.calm.program import FOLDER_VARIABLE, PACE_VARIABLE, Program
+from bench.processes import marked_processes
 from everstep.cli.context import local_runs, state_dir
 from everstep.client import Client, read_token
 from everstep.errors import EverstepError
-from everstep.host.processes import read_environment, read_processes, send_signal
+from everstep.host.processes import send_signal
 from everstep.receipts.receipt_files import stored_receipts
 from everstep.wire.v1.operator import Event
 from everstep.wire.v1.receipts import JobReceipt
@@ -110,7 +112,7 @@ def run_plainly(program: Program) -> Evidence:
     """Run a program under torchrun, without pauses, for its losses."""
     with tempfile.TemporaryDirectory(prefix="calm-") as name, contextlib.ExitStack() as stack:
         folder = Path(name)
-        stack.enter_context(_variable(PACE_VARIABLE, "0"))
+        stack.enter_context(mock.patch.dict(os.environ, {PACE_VARIABLE: "0"}))
         variables = stack.enter_context(program.beside(folder)) if program.beside else {}
         environment = _environment(folder, folder, variables)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -126,19 +128,6 @@ def run_plainly(program: Program) -> Evidence:
             except subprocess.TimeoutExpired:
                 status = None
         return Evidence(status, time.monotonic() - began, log.read_text(errors="replace"), _read_notes(folder))
-
-
-@contextlib.contextmanager
-def _variable(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
 
 
 def _environment(notes: Path, state: Path, variables: Mapping[str, str]) -> dict[str, str]:
@@ -195,7 +184,7 @@ class _Job:
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(END_S)
-        for process in self._processes():
+        for process in marked_processes(MARK, self._mark):
             send_signal(process, signal.SIGKILL)
         self._process.wait()
         self._watcher.join()
@@ -241,18 +230,15 @@ class _Job:
                 with contextlib.suppress(EverstepError, OSError), Client(run.url, read_token(run.token_file)) as client:
                     self._events.update((event.id, event) for event in client.events(after=after))
 
-    def _processes(self) -> list[Any]:
-        return [process for pid, process in read_processes().items() if read_environment(pid).get(MARK) == self._mark]
-
     def _segments(self) -> list[Path]:
         return [path for path in SHARED_MEMORY.glob(f"everstep-{os.getuid()}/run-*") if path.name in self._runs]
 
     def _left(self) -> list[str]:
         """Return what is still there some seconds after the end."""
         deadline = time.monotonic() + LEFT_S
-        while (left := [f"process {process.name}" for process in self._processes()]) and time.monotonic() < deadline:
+        while (left := marked_processes(MARK, self._mark)) and time.monotonic() < deadline:
             time.sleep(POLL_S)
-        return left + [f"memory {path}" for path in self._segments()]
+        return [f"process {process.name}" for process in left] + [f"memory {path}" for path in self._segments()]
 
 
 def _read_notes(folder: Path) -> list[Note]:

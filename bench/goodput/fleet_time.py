@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from bench.goodput.accounts import HOUR_S
 from everstep.vocabulary import Finding, NodeState
@@ -30,6 +31,7 @@ TICKS_APART_S = 0.01
 Observer = Callable[[ev.Event, list[Effect], float], None]
 
 
+@dataclass(slots=True, eq=False)
 class Node:
     """A node of the fleet.
 
@@ -37,31 +39,17 @@ class Node:
     ``sleeps``: its heartbeats are not played.
     """
 
-    __slots__ = (
-        "away_until",
-        "boots",
-        "findings",
-        "gpus",
-        "ill",
-        "ill_until",
-        "lies",
-        "life",
-        "name",
-        "sleeps",
-        "slept_at",
-    )
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.life = self.boots = 0
-        self.gpus = 0
-        self.away_until: float | None = None
-        self.ill = ""
-        self.ill_until = 0.0
-        self.lies = False
-        self.findings: tuple[Finding, ...] = ()
-        self.sleeps = False
-        self.slept_at = 0.0
+    name: str
+    life: int = 0
+    boots: int = 0
+    gpus: int = 0
+    away_until: float | None = None
+    ill: str = ""
+    ill_until: float = 0.0
+    lies: bool = False
+    findings: tuple[Finding, ...] = ()
+    sleeps: bool = False
+    slept_at: float = 0.0
 
 
 class FleetInTime:

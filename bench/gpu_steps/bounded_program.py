@@ -9,9 +9,12 @@ import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from bench.processes import marked_processes
+from everstep.host.processes import send_signal
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "EVERSTEP_GPU_STEP"
@@ -56,34 +59,12 @@ def run(command: Sequence[str], limit_s: float, log: Path, environment: Mapping[
 
 
 def end_all(process: subprocess.Popen[bytes], token: str) -> None:
-    """Kill the process, its session and all that has its mark; remove the shared memory that benches name after it."""
+    """Kill the process and all that has its mark; remove the shared memory that benches name after it."""
     end = time.monotonic() + END_S
-    while process.poll() is None or any(True for _ in marked(token)):
-        for pid in {process.pid, *marked(token)} if process.poll() is None else set(marked(token)):
-            _kill(pid)
-        if time.monotonic() > end:
-            break
+    while ((left := marked_processes(MARK, token)) or process.poll() is None) and time.monotonic() < end:
+        for each in left:
+            send_signal(each, signal.SIGKILL)
         time.sleep(0.01)
     for folder in (Path("/dev/shm"), Path(tempfile.gettempdir())):
-        for left in folder.glob(f"everstep-bench-{process.pid}-*"):
-            shutil.rmtree(left, ignore_errors=True)
-
-
-def _kill(pid: int) -> None:
-    try:
-        os.kill(pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-
-
-def marked(token: str) -> Iterator[int]:
-    """Processes that have the mark in their environment. One that has ended and is not reaped has none."""
-    wanted = f"{MARK}={token}".encode()
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                held = (entry / "environ").read_bytes()
-            except OSError:
-                continue
-            if wanted in held.split(b"\0"):
-                yield int(entry.name)
+        for path in folder.glob(f"everstep-bench-{process.pid}-*"):
+            shutil.rmtree(path, ignore_errors=True)

@@ -10,7 +10,8 @@ import struct
 import time
 import zlib
 from collections import deque
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
@@ -29,6 +30,9 @@ from everstep.wire.v1.agent import (
 )
 from everstep.wire.v1.directives import Directive, NewGeneration
 from everstep.wire.v1.training import AnyReport
+
+if TYPE_CHECKING:
+    from bench.load.crowd import Crowd
 
 MOST_IN_A_REQUEST = 1024
 SO_TIMESTAMPNS = 35
@@ -57,17 +61,6 @@ class _Push(msgspec.Struct):
     directives: list[_Directive]
 
 
-class Host(Protocol):
-    """The callbacks of an agent to its crowd."""
-
-    def answered(self, agent: Agent, latency_s: float) -> None: ...
-    def progressed(self, agent: Agent, phase: str) -> None: ...
-    def entered(self, agent: Agent, seats: Seats, at: float) -> None: ...
-    def refused(self, agent: Agent, refusal: str) -> None: ...
-    def ended(self, agent: Agent) -> None: ...
-    def seats_of(self, body: bytes, deflated: bool) -> Seats | None: ...
-
-
 _IDLE = BeatForm("", 0, 0)
 
 
@@ -81,66 +74,40 @@ def _arrived(notes: list[tuple[int, int, bytes]]) -> float:
     return time.time()
 
 
+@dataclass(slots=True, eq=False)
 class Agent:
     """A node's agent. The crowd calls ``connect``, ``beat``, ``report`` and, when there is something, ``readable``."""
 
-    __slots__ = (
-        "_after",
-        "_ask_at",
-        "_asked",
-        "_form",
-        "_gauges_at",
-        "_head",
-        "_host",
-        "_later",
-        "_spool",
-        "_upgrade",
-        "away",
-        "beat_sent_at",
-        "buffer",
-        "first_rank",
-        "generation",
-        "hold",
-        "home",
-        "index",
-        "job",
-        "name",
-        "number",
-        "read_at",
-        "report_sent_at",
-        "seq",
-        "shown",
-        "sock",
-    )
+    index: int
+    job: str
+    _upgrade: bytes
+    _host: Crowd
+    name: str = field(init=False)
+    sock: socket.socket | None = None
+    shown: bool = False
+    hold: bool = True
+    home: int = 0
+    away: bool = False
+    """Whether its controller died, and no other has answered."""
+    seq: int = 0
+    number: int = 0
+    generation: int = 0
+    first_rank: int | None = None
+    beat_sent_at: float = 0.0
+    report_sent_at: float = 0.0
+    read_at: float = 0.0
+    buffer: bytes = b""
+    _head: bool = False
+    _later: bytes | None = None
+    _after: int = 0
+    _ask_at: float = 0.0
+    _gauges_at: float = 0.0
+    _asked: list[AnyReport] = field(default_factory=list)
+    _spool: deque[AnyReport] = field(default_factory=deque)
+    _form: BeatForm = _IDLE
 
-    def __init__(self, index: int, job: str, upgrade: bytes, host: Host) -> None:
-        self.index = index
-        self.name = messages.node_name(index)
-        self.job = job
-        self.sock: socket.socket | None = None
-        self.shown = False
-        self.hold = True
-        self.home = 0
-        self.away = False
-        """Whether its controller died, and no other has answered."""
-        self.seq = 0
-        self.number = 0
-        self.generation = 0
-        self.first_rank: int | None = None
-        self.beat_sent_at = 0.0
-        self.report_sent_at = 0.0
-        self.read_at = 0.0
-        self.buffer = b""
-        self._upgrade = upgrade
-        self._head = False
-        self._later: bytes | None = None
-        self._after = 0
-        self._ask_at = 0.0
-        self._gauges_at = 0.0
-        self._asked: list[AnyReport] = []
-        self._spool: deque[AnyReport] = deque()
-        self._form = _IDLE
-        self._host = host
+    def __post_init__(self) -> None:
+        self.name = messages.node_name(self.index)
 
     # --- the connection ------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ class Follower:
 
     def __init__(self, controller: Controller) -> None:
         self.seen: list[Seen] = []
-        client = Client(f"http://{controller.address}", controller.token)
+        client = Client(f"http://{controller.address}", controller.token)  # the other one's is of another thread
         threading.Thread(target=self._read, args=(client, client.status().newest_event), daemon=True).start()
 
     def _read(self, client: Client, after: int) -> None:

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,8 @@ from typing import Any
 from bench.load import messages
 from bench.load.statistics import Distribution
 from everstep.bearer_tokens import TokenRole, mint
+from everstep.client import Client
+from everstep.host.processes import read_stat, status_field
 
 AGENTS_PER_CROWD = 14_000
 """Below the limit of 20,000 files that a process has here."""
@@ -40,16 +41,8 @@ class Controller:
         self.secret_file.touch(mode=0o600)
         self.secret_file.write_text(secret or secrets.token_hex(32))
         file.write_text(settings)
-        command = [
-            sys.executable,
-            "-m",
-            "everstep_controller.main",
-            "serve",
-            "--listen",
-            "127.0.0.1:0",
-            "--settings",
-            str(file),
-        ]
+        command = [sys.executable, "-m", "everstep_controller.main", "serve", "--listen", "127.0.0.1:0"]
+        command += ["--settings", str(file)]
         command += ["--operators-listen", "127.0.0.1:0"]
         command += ["--database", database or f"sqlite:///{directory / 'controller.db'}"]
         command += ["--secret-file", str(self.secret_file), "--ready-file", str(ready), "--die-with-parent"]
@@ -62,42 +55,25 @@ class Controller:
         told = json.loads(ready.read_text())
         self.address, self.operators_address = str(told["address"]), str(told["operators_address"])
         self.token = mint(self.secret_file.read_bytes().strip(), TokenRole.OPERATOR, "bench")
-        self.headers = {"Authorization": f"Bearer {self.token}"}
+        self.client = Client(f"http://{self.operators_address}", self.token)
 
     def log(self) -> str:
         return (self.directory / "controller.log").read_text()[-4000:]
 
-    def get(self, path: str) -> Any:
-        request = urllib.request.Request(f"http://{self.address}{path}", headers=self.headers)
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            return json.load(answer)
-
-    def post(self, path: str, **body: Any) -> None:
-        """Give an operator's order."""
-        data = json.dumps(body).encode()
-        headers = {**self.headers, "Content-Type": "application/json"}
-        request = urllib.request.Request(f"http://{self.operators_address}{path}", data, headers, method="POST")
-        with urllib.request.urlopen(request, timeout=30):
-            pass
-
     def metric(self, name: str) -> float:
         """The sum of a metric's series."""
-        request = urllib.request.Request(f"http://{self.address}/metrics", headers=self.headers)
-        with urllib.request.urlopen(request, timeout=30) as answer:
-            lines = answer.read().decode().splitlines()
-        series = [line for line in lines if line.startswith((f"{name} ", f"{name}{{"))]
+        series = [line for line in self.client.metrics().splitlines() if line.startswith((f"{name} ", f"{name}{{"))]
         return sum(float(line.rpartition(" ")[2]) for line in series)
 
     def cpu_s(self) -> float:
         """Processor time of all its threads so far."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
+        fields = read_stat(Path(f"/proc/{self.process.pid}"))
         return (int(fields[11]) + int(fields[12])) / TICKS
 
     def resident_bytes(self) -> int:
-        for line in Path(f"/proc/{self.process.pid}/status").read_text().splitlines():
-            if line.startswith("VmRSS:"):
-                return int(line.split()[1]) * 1024
-        raise SystemExit(f"the controller is gone:\n{self.log()}")
+        if not (kib := int(status_field(self.process.pid, "VmRSS"))):
+            raise SystemExit(f"the controller is gone:\n{self.log()}")
+        return kib * 1024
 
     def pause(self, seconds: float) -> None:
         """Stops the whole process for a while, as a host that swaps or migrates does."""
@@ -250,7 +226,7 @@ class Fleet:
             Seconds from the offers until every node was told of the new generation, and every rank stepped in it.
         """
         generation = max(self.all("generation", job=job))
-        self.controller.post(f"/v1/jobs/{job}/stop", reason="the bench forms it again")
+        self.controller.client.stop_job(job, reason="the bench forms it again")
         began = time.perf_counter()
         self.all("join", nodes_of_a_job=self.nodes_of_a_job, launcher=int(time.time() * 1000) + 1000, job=job)
         self.until_entered(job, generation + 1)

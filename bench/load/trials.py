@@ -147,7 +147,7 @@ def failover(fleet: Fleet, standby: Controller) -> list[Row]:
     wrong = [
         event
         for kind in ("node.suspect", "node.lost", "verdict.evict", "job.paused")
-        for event in standby.get(f"/v1/events?kind={kind}")["events"]
+        for event in standby.client.events(kind=kind)
     ]
     name = "leader killed, to an answer of the next one"
     against = f"{len(answered)} sessions on this machine's two cores, {len(fleet.crowds)} processes of agents"

@@ -157,14 +157,14 @@ class Training:
         self._clean_steps.clear()
         elements = self._count(injection.site) if injection is not None else 0
         peers = PeerSignals(self.inner, self.optimizer) if signals else None
-        run = _Run(self, injection, fault, site, warm, phase, steps or ONSET + window, elements, reference, peers)
+        result = Result(elements=elements)
+        run = _Run(self, injection, fault, site, warm, phase, steps or ONSET + window, reference, peers, result)
         with ExitStack() as stack:
             if site is not None:
                 stack.enter_context(site.install())
             if peers is not None:
                 stack.enter_context(peers.install())
             run.train()
-        result = run.result
         result.activations = fault.activations
         result.statements += self.take_statements()
         result.clean_audits = len(self._clean_steps)
@@ -349,30 +349,28 @@ class Training:
         return int(numbers.sum()), digests.tolist(), int(idle.max())
 
 
+@dataclass
 class _Run:
     """The steps of one run after an injection, and what they show."""
 
-    def __init__(
-        self,
-        training: Training,
-        injection: Injection | None,
-        fault: Fault,
-        site: FaultySite | None,
-        warm: _WarmChain | None,
-        phase: float,
-        last: int,
-        elements: int,
-        reference: list[list[int]],
-        peers: PeerSignals | None,
-    ) -> None:
-        self._training, self._injection, self._fault, self._site = training, injection, fault, site
-        self._warm, self._phase, self._last, self._reference, self._peers = warm, phase, last, reference, peers
-        self.result = Result(elements=elements)
-        self._first = 1 + WARM_AUDITS + FLUSH_STEPS + int(phase * 1000)
-        self._chain = warm.begin(self._first, phase) if warm is not None else None
-        self._number = 0  # of the step
-        self._activations = self._activated_step = 0
-        self._searched_step = 0  # in which a suspicion named no rank
+    _training: Training
+    _injection: Injection | None
+    _fault: Fault
+    _site: FaultySite | None
+    _warm: _WarmChain | None
+    _phase: float
+    _last: int
+    _reference: list[list[int]]
+    _peers: PeerSignals | None
+    result: Result
+    _number: int = 0  # of the step
+    _activations: int = 0
+    _activated_step: int = 0
+    _searched_step: int = 0  # in which a suspicion named no rank
+
+    def __post_init__(self) -> None:
+        self._first = 1 + WARM_AUDITS + FLUSH_STEPS + int(self._phase * 1000)
+        self._chain = self._warm.begin(self._first, self._phase) if self._warm is not None else None
 
     def train(self) -> None:
         """Train until the chain finds the fault, it can be found no more, or the last step is over."""

@@ -421,7 +421,7 @@ def test_ten_thousand_nodes_are_shown_and_scroll(browser: Any, tmp_path: Path) -
             with watched(browser) as watch:
                 page = watch.open(link_of(f"http://{controller.address}", token))
                 page.get_by_role("button", name=f"healthy {NODES:,}").wait_for(timeout=120_000)
-                controller.post("/v1/nodes/n009999/hold", reason="a test")
+                controller.client.hold("n009999", reason="a test")
                 page.get_by_role("button", name="held 1").wait_for()
                 page.locator(".troubled", has_text="n009999").wait_for()
                 grid = page.locator(".grid")
