@@ -54,6 +54,11 @@ class Row:
         return self.value <= mark if self.smaller_is_better else self.value >= mark
 
 
+def marks(judged: bool, floor: float, aim: float) -> tuple[float | None, float | None]:
+    """Floor and aim where a row has the size that they are set for."""
+    return (floor, aim) if judged else (None, None)
+
+
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4g}"
 

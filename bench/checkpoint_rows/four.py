@@ -7,11 +7,11 @@ from statistics import median
 
 from bench.checkpoint_rows.limits import loopback
 from bench.checkpoint_rows.rank import Restores, Stalls, lean, restores, snapshots
-from bench.checkpoint_rows.single import COMPUTE_TIMES, MEMCPY_BYTES_PER_S, MIB, marks, stall_rows
+from bench.checkpoint_rows.single import COMPUTE_TIMES, MEMCPY_BYTES_PER_S, MIB, stall_rows
 from bench.checkpoint_rows.state import Size
 from bench.checkpoint_rows.vault_nodes import Fleet, MemoryWatch
 from bench.processes import ProcessPool
-from bench.table import Row
+from bench.table import Row, marks
 from everstep.ids import Version
 
 NODES = ("n1", "n2", "n3", "n4")

@@ -8,7 +8,7 @@ from bench.checkpoint_rows.rank import Restores, Stalls, restores, snapshots
 from bench.checkpoint_rows.state import Size
 from bench.checkpoint_rows.vault_nodes import Fleet
 from bench.processes import ProcessPool
-from bench.table import Row
+from bench.table import Row, marks
 from everstep.ids import Version
 
 MIB = 1 << 20
@@ -71,8 +71,3 @@ def small(pool: ProcessPool, tensors: int, repeats: int) -> list[Row]:
     name = f"1 rank, {tensors} tensors of 1 KiB"
     blocked, against = median(stalls.blocked) - memcpy, f"less {memcpy * 1e3:.2f} ms of memcpy"
     return [Row(f"{name}: blocked by a snapshot, apart from bytes", blocked * 1e3, "ms", 5.0, 0.5, against)]
-
-
-def marks(judged: bool, floor: float, aim: float) -> tuple[float | None, float | None]:
-    """Floor and aim where a row has the size that they are set for."""
-    return (floor, aim) if judged else (None, None)

@@ -10,10 +10,10 @@ import torch
 
 from bench.checkpoint_rows.limits import loopback
 from bench.checkpoint_rows.rank import replications
-from bench.checkpoint_rows.single import MIB, marks
+from bench.checkpoint_rows.single import MIB
 from bench.checkpoint_rows.vault_nodes import JOB, Fleet
 from bench.processes import ProcessPool
-from bench.table import Row
+from bench.table import Row, marks
 from everstep.ids import Version
 from everstep.wire.v1.local import SlotInfo
 from everstep_trainer.slots.byte_moves import TensorCopies, split_into_batches

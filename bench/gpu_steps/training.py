@@ -18,12 +18,12 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from bench.checkpoint_rows.rank import SEAL_S, WARM_UPS, Heard, Rank
-from bench.checkpoint_rows.single import NODE, marks
+from bench.checkpoint_rows.single import NODE
 from bench.checkpoint_rows.vault_nodes import Fleet
 from bench.gpu_steps.gpt import Shape, Training
 from bench.gpu_steps.sheet import NotRun, Sheet
 from bench.processes import ProcessPool
-from bench.table import Row
+from bench.table import Row, marks
 from everstep.ids import Version
 from everstep.layout.slots import SLOTS_PER_RANK
 from everstep.system_clock import SYSTEM_CLOCK

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import select
 import sys
 import time
@@ -19,7 +20,6 @@ from typing import Any
 
 from bench.load import failure_mix, messages
 from bench.load.agent import Agent, Seats, read_generation
-from bench.load.homecoming import Homecoming
 from bench.load.statistics import summary
 from everstep.bearer_tokens import TokenRole, mint
 from everstep.system_clock import SYSTEM_CLOCK
@@ -33,6 +33,18 @@ AGAIN_S = (0.2, 1.0)
 """Bounds of the seconds until reports are sent again after a broken connection, as with the agent's back-off."""
 
 
+_PAUSE = re.compile(r'"retry_after_s":([0-9.]+)')
+LONGEST_PAUSE_S = 1.0
+"""What a controller may ask of an agent with a job on its node (``everstep_agent.uplink.connection``)."""
+FIRST_PAUSES_S = (0.02, 0.2)
+"""Where the refusal names none: drawn from between, as the agent's back-off does."""
+
+
+def _pair(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host, int(port)
+
+
 class Crowd:
     """The agents of one process, and their measurements.
 
@@ -41,7 +53,9 @@ class Crowd:
     """
 
     def __init__(self, order: dict[str, Any]) -> None:
-        self.homecoming = Homecoming(order["addresses"], order["first"])
+        self._controllers = [_pair(address) for address in order["addresses"]]
+        self._home_at = array("d")
+        """When agents that had lost their controller were answered by another; wall seconds."""
         self._spread = bool(order["spread"])
         self._jobs = int(order["jobs"])
         secret = Path(order["secret_file"]).read_bytes().strip()
@@ -85,7 +99,7 @@ class Crowd:
     def answered(self, agent: Agent, latency_s: float) -> None:
         self.latencies.append(latency_s)
         if agent.away:
-            self.homecoming.answered.append(agent.read_at)
+            self._home_at.append(agent.read_at)
             agent.away = False
 
     def progressed(self, agent: Agent, phase: str) -> None:
@@ -133,7 +147,7 @@ class Crowd:
     def _connect(self, agent: Agent) -> None:
         index = agent.index
         own = f"127.{1 + (index >> 16)}.{index >> 8 & 255}.{index & 255}"
-        agent.connect(self.homecoming.address(agent.home), own if self._spread else "")
+        agent.connect(self._controllers[agent.home % len(self._controllers)], own if self._spread else "")
         assert agent.sock is not None
         descriptor = agent.sock.fileno()
         self._by_fd[descriptor] = agent
@@ -152,7 +166,7 @@ class Crowd:
             agent.close()
 
     def _broken(self, agent: Agent, error: OSError) -> None:
-        if self.homecoming.elsewhere and agent.shown:
+        if len(self._controllers) > 1 and agent.shown:
             self._go_elsewhere(agent, str(error))
             return
         self.refusals[f"connection: {error}"] += 1
@@ -166,8 +180,15 @@ class Crowd:
             heappush(self._again, (time.perf_counter() + self._random.uniform(*AGAIN_S), agent.index, agent))
 
     def _go_elsewhere(self, agent: Agent, refusal: str) -> None:
-        """Go to the next address: at once after the end of a session, or with a pause after a refusal."""
-        pause_s = self.homecoming.pause_s(refusal) if agent.away else 0.0
+        """Go to the next address: at once after the end of a session, or with a pause after a refusal.
+
+        A real agent also looks whether the dead controller is back; a host of its own answers that.
+        """
+        pause_s = 0.0
+        if agent.away:
+            asked = _PAUSE.search(refusal)
+            asked_s = min(LONGEST_PAUSE_S, float(asked.group(1))) if asked else 0.0
+            pause_s = max(asked_s, self._random.uniform(*FIRST_PAUSES_S))
         agent.home += not agent.away
         agent.away, agent.beat_sent_at = True, 0.0
         self._forget(agent)
@@ -323,7 +344,7 @@ class Crowd:
 
     def do_home(self) -> list[float]:
         """Return the times at which agents that lost their controller were answered by another one."""
-        return sorted(self.homecoming.answered)
+        return sorted(self._home_at)
 
     def do_lose_rank(self, job: str) -> dict[str, Any] | None:
         """Let one agent of the job report the loss of its first rank, and return the time and the generation.

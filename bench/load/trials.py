@@ -11,7 +11,7 @@ from bench.load import failure_mix
 from bench.load.events import Follower
 from bench.load.fleet import POLL_S, Controller, Fleet
 from bench.load.statistics import Distribution
-from bench.table import Row
+from bench.table import Row, marks
 
 MIB = 1 << 20
 LOSSES_OF_A_NODE = 3
@@ -44,12 +44,12 @@ def steady(fleet: Fleet, seconds: float, interval_s: float) -> list[Row]:
     each = f"{fleet.nodes} nodes every {interval_s:g} s"
     late = f"the agents' own lateness: {_ms(sample['lateness'], 0.99):.1f} ms at the 99th percentile"
     return [
-        Row(f"controller CPU, {each}", cpu_s / took_s, "cores", *_marks(judged, 0.6, 0.3)),
-        Row(CPU_PER_BEAT, cpu_s / max(1, beats) * 1e6, "us", *_marks(large, 48.0, 24.0)),
+        Row(f"controller CPU, {each}", cpu_s / took_s, "cores", *marks(judged, 0.6, 0.3)),
+        Row(CPU_PER_BEAT, cpu_s / max(1, beats) * 1e6, "us", *marks(large, 48.0, 24.0)),
         Row("ingest latency, median", _ms(sample["beats"], 0.5), "ms"),
-        Row("ingest latency, 99th percentile", _ms(sample["beats"], 0.99), "ms", *_marks(judged, 50.0, 20.0), late),
+        Row("ingest latency, 99th percentile", _ms(sample["beats"], 0.99), "ms", *marks(judged, 50.0, 20.0), late),
         Row("ingest latency, largest", sample["beats"].largest * 1e3, "ms"),
-        Row("resident memory", controller.resident_bytes() / MIB, "MiB", *_marks(judged, 600.0, 300.0)),
+        Row("resident memory", controller.resident_bytes() / MIB, "MiB", *marks(judged, 600.0, 300.0)),
         Row("transactions meanwhile", writes, "", against="beats that change nothing cost none"),
     ]
 
@@ -93,10 +93,6 @@ class _Window:
         took_s = time.perf_counter() - self.started
         cpu_s, beats = self._fleet.controller.cpu_s() - self._cpu_s, self._fleet.status()["sent"] - self._beats
         return took_s, cpu_s, beats, self._fleet.sample()
-
-
-def _marks(judged: bool, floor: float, aim: float) -> tuple[float | None, float | None]:
-    return (floor, aim) if judged else (None, None)
 
 
 def _ms(distribution: Distribution, share: float) -> float:

@@ -81,7 +81,7 @@ def _start(command: list[str], environment: dict[str, str], log: Path) -> subpro
         return subprocess.Popen(command, env=environment, stdout=output, stderr=output, start_new_session=True)
 
 
-def torchft(victim: int, where: str, group_timeout_ms: int = 250) -> list[Recovered]:
+def torchft(victim: int, where: str) -> list[Recovered]:
     """Measure one kill under torchft with a tuned lighthouse (heartbeat timeout 200 ms, tick 10 ms)."""
     install()
     with tempfile.TemporaryDirectory(prefix="everstep-bench-") as name:
@@ -93,7 +93,6 @@ def torchft(victim: int, where: str, group_timeout_ms: int = 250) -> list[Recove
             folder,
             f"{victim}:{FAULT_STEP}:{where}:KILL",
             BENCH_LIGHTHOUSE=f"http://127.0.0.1:{port}",
-            BENCH_GROUP_TIMEOUT_MS=str(group_timeout_ms),
         )
         processes = [_start(lighthouse, {**environment, "RUST_LOG": "error"}, folder / "lighthouse.log")]
         with _ended(processes):
@@ -108,28 +107,25 @@ def torchft(victim: int, where: str, group_timeout_ms: int = 250) -> list[Recove
 def torchrun(victim: int, where: str) -> list[Recovered]:
     """Measure one kill under torchrun: all ranks restart from a checkpoint on disk, stored every ten steps."""
     install()
-    with tempfile.TemporaryDirectory(prefix="everstep-bench-") as name:
-        folder = Path(name)
-        command = [str(PYTHON), "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD), "--max-restarts", "3"]
-        command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--monitor-interval", "0.1"]
-        command += ["-m", "bench.peers.torchrun_train"]
-        environment = _environment(folder, f"{victim}:{FAULT_STEP}:{where}:KILL")
-        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # or restarted ranks meet the dead incarnation's store
-        processes = [_start(command, environment, folder / "torchrun.log")]
-        with _ended(processes):
-            _wait(processes)
-        return [_restarted(folder)]
+    command = [str(PYTHON), "-m", "torch.distributed.run", "--nproc-per-node", str(WORLD), "--max-restarts", "3"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--monitor-interval", "0.1"]
+    # Without the variable restarted ranks meet the dead incarnation's store.
+    return _kill_in_script(command, victim, where, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
 
 
 def everstep_launch(victim: int, where: str, *flags: str) -> list[Recovered]:
     """Measure one kill of the same script under ``everstep-launch``, in this environment with the same torch."""
-    with tempfile.TemporaryDirectory(prefix="ev-") as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="ev-") as state:
         command = [sys.executable, "-m", "everstep_trainer.launch", "--nproc-per-node", str(WORLD)]
-        command += ["--max-restarts", "3", "--state-dir", str(folder / "state"), *flags]
-        command += ["-m", "bench.peers.torchrun_train"]
-        environment = _environment(folder, f"{victim}:{FAULT_STEP}:{where}:KILL")
-        processes = [_start(command, environment, folder / "everstep-launch.log")]
+        command += ["--max-restarts", "3", "--state-dir", state, *flags]
+        return _kill_in_script(command, victim, where)
+
+
+def _kill_in_script(launcher: list[str], victim: int, where: str, **more: str) -> list[Recovered]:
+    with tempfile.TemporaryDirectory(prefix="ev-") as name:
+        folder, command = Path(name), [*launcher, "-m", "bench.peers.torchrun_train"]
+        environment = _environment(folder, f"{victim}:{FAULT_STEP}:{where}:KILL", **more)
+        processes = [_start(command, environment, folder / "launcher.log")]
         with _ended(processes):
             _wait(processes)
         return [_restarted(folder)]
