@@ -126,21 +126,19 @@ def snapshots(
     """
     with ExitStack() as stack:
         one = Rank(spec, rank, socket, stack)
-        model, heard = Model(size), Heard()
-        snapshotter, step = warm(one, model, heard, stack, SnapshotOptions(overlap=overlap, slots=slots))
-        assert heard.last is not None
-        payload = sum(part.numel() * part.element_size() for part in model.parts)
-        nbytes = min(payload, heard.last.bytes)
+        storing = _Storing(one, Model(size), stack, SnapshotOptions(overlap=overlap, slots=slots))
+        model, last = storing.model, storing.heard.last
+        assert last is not None
+        nbytes = min(sum(part.nbytes for part in model.parts), last.bytes)
         arrays = model.arrays() if size.tensors <= FEW else [np.ones(nbytes, np.uint8)]
         reference = WarmMemory(Path(memory), arrays, nbytes)
-        stalls = Stalls(reference.nbytes, heard.last.full_copies)
-        work = _Work(compute_s)
+        stalls, work = Stalls(reference.nbytes, last.full_copies), _Work(compute_s)
         for _ in range(repeats):
-            step = _without_compute(one, model, snapshotter, heard, reference, stalls, step + 1)
+            storing.without_compute(reference, stalls)
         for _ in range(repeats):
-            step = _under_compute(one, model, snapshotter, work, stalls, step + 1)
-        step = _back_to_back(one, model, snapshotter, heard, stalls, step + 1, max(3, repeats))
-        stalls.last = step
+            storing.under_compute(work, stalls)
+        storing.back_to_back(stalls, max(3, repeats))
+        stalls.last = storing.step
         one.meet()
         return stalls
 
@@ -148,19 +146,7 @@ def snapshots(
 def lean(spec: GenerationSpec, rank: int, socket: str, size: Size) -> int:
     """Store candidates with two slots for each rank, and return the last step."""
     with ExitStack() as stack:
-        one = Rank(spec, rank, socket, stack)
-        return warm(one, Model(size), Heard(), stack, SnapshotOptions(slots=2))[1]
-
-
-def warm(one: Rank, model: Model, heard: Heard, stack: ExitStack, choices: SnapshotOptions) -> tuple[Snapshotter, int]:
-    """Return a snapshotter that has stored some versions, and the step of the last one."""
-    model.update(0)
-    state = TrackedState({"model": model.module})
-    snapshotter = Snapshotter(one.vault, state, one.spec, one.member, one.store, heard.hear, options=choices)
-    stack.callback(snapshotter.close, finish=True)
-    refused = _Refusals()
-    logging.getLogger("everstep_trainer").addHandler(refused)
-    return snapshotter, _warm_up(one, model, snapshotter, heard, refused)
+        return _Storing(Rank(spec, rank, socket, stack), Model(size), stack, SnapshotOptions(slots=2)).step
 
 
 class _Refusals(logging.Handler):
@@ -174,58 +160,78 @@ class _Refusals(logging.Handler):
                 self.reason = str(value)
 
 
-def _warm_up(one: Rank, model: Model, snapshotter: Snapshotter, heard: Heard, refused: _Refusals) -> int:
-    """Store snapshots until all ranks have sealed some, so that segments exist and their pages are mapped."""
-    deadline, step, done = time.monotonic() + WARM_UP_S, 0, 0
-    while done < WARM_UPS:
-        assert not refused.reason, refused.reason
-        assert time.monotonic() < deadline, "no snapshot was sealed"
-        step += 1
-        snapshotter.wait()
-        model.update(step)
-        one.meet()
-        snapshotter.update_versions(None, step)
-        snapshotter.begin(step)
-        snapshotter.wait()
-        mine = torch.tensor(float(heard.wait(step, 5.0)))
-        if one.spec.world_size > 1:
-            dist.all_reduce(mine, dist.ReduceOp.MIN)
-        done += int(mine.item())
-    return step
+class _Storing:
+    """A rank that stores one step after another. ``step``: the last one."""
 
+    def __init__(self, one: Rank, model: Model, stack: ExitStack, choices: SnapshotOptions) -> None:
+        self.one, self.model, self.heard, self.step = one, model, Heard(), 0
+        model.update(0)
+        state = TrackedState({"model": model.module})
+        hear = self.heard.hear
+        self.snapshotter = Snapshotter(one.vault, state, one.spec, one.member, one.store, hear, options=choices)
+        stack.callback(self.snapshotter.close, finish=True)
+        refused, done, deadline = _Refusals(), 0, time.monotonic() + WARM_UP_S
+        logging.getLogger("everstep_trainer").addHandler(refused)
+        while done < WARM_UPS:  # until all ranks have sealed some: segments exist and their pages are mapped
+            assert not refused.reason, refused.reason
+            assert time.monotonic() < deadline, "no snapshot was sealed"
+            self.snapshotter.wait()
+            self._snapshot(is_candidate=True)
+            mine = torch.tensor(float(self.heard.wait(self.step, 5.0)))
+            if one.spec.world_size > 1:
+                dist.all_reduce(mine, dist.ReduceOp.MIN)
+            done += int(mine.item())
 
-def _without_compute(
-    one: Rank, model: Model, snapshotter: Snapshotter, heard: Heard, reference: WarmMemory, stalls: Stalls, step: int
-) -> int:
-    """Measure snapshots for which the training thread waits at once, after the last one is sealed and copied."""
-    model.update(step)
-    one.meet()
-    stalls.memcpy.append(reference.store_s())
-    _, blocked = _snapshot(one, model, snapshotter, step)
-    stalls.blocked.append(blocked)
-    await_seal(one, step)
-    step += 1
-    snapshotter.update_versions(None, step)
-    began, _ = _snapshot(one, model, snapshotter, step)
-    assert heard.wait(step, SEAL_S), f"step {step} was not sealed"
-    stalls.sealed.append(heard.at[step] - began)
-    return step
+    def _next(self, *, is_candidate: bool) -> None:
+        """Update the model in the next step. With few slots each step is announced as a candidate."""
+        self.step += 1
+        self.model.update(self.step)
+        self.one.meet()
+        if is_candidate or not self.snapshotter.interval_at(self.step):
+            self.snapshotter.update_versions(None, self.step)
 
+    def _snapshot(self, *, is_candidate: bool = False) -> tuple[float, float]:
+        """Return the time at which a snapshot began, and the seconds for which it blocked the training thread."""
+        self._next(is_candidate=is_candidate)
+        began = time.perf_counter()
+        self.snapshotter.begin(self.step)
+        self.snapshotter.wait()
+        return began, time.perf_counter() - began
 
-def _snapshot(one: Rank, model: Model, snapshotter: Snapshotter, step: int) -> tuple[float, float]:
-    """Return the time at which a snapshot began, and the seconds for which it blocked the training thread."""
-    model.update(step)
-    one.meet()
-    _announce_if_lean(snapshotter, step)
-    began = time.perf_counter()
-    snapshotter.begin(step)
-    snapshotter.wait()
-    return began, time.perf_counter() - began
+    def without_compute(self, reference: WarmMemory, stalls: Stalls) -> None:
+        """Measure snapshots for which the training thread waits at once, after the last one is sealed and copied."""
+        self.one.meet()
+        stalls.memcpy.append(reference.store_s())
+        stalls.blocked.append(self._snapshot()[1])
+        await_seal(self.one, self.step)
+        began, _ = self._snapshot(is_candidate=True)
+        assert self.heard.wait(self.step, SEAL_S), f"step {self.step} was not sealed"
+        stalls.sealed.append(self.heard.at[self.step] - began)
 
+    def under_compute(self, work: _Work, stalls: Stalls) -> None:
+        """Measure a copy during the next step's compute."""
+        self._next(is_candidate=False)
+        began = time.perf_counter()
+        self.snapshotter.begin(self.step)
+        begun = time.perf_counter() - began
+        work.run_s()
+        waits = time.perf_counter()
+        self.snapshotter.wait()
+        stalls.under.append(begun + time.perf_counter() - waits)
+        await_seal(self.one, self.step)
 
-def _announce_if_lean(snapshotter: Snapshotter, step: int) -> None:
-    if not snapshotter.interval_at(step):
-        snapshotter.update_versions(None, step)
+    def back_to_back(self, stalls: Stalls, count: int) -> None:
+        """Measure consecutive snapshots of an unchanged state: copy, hash, seal, and copies to other nodes."""
+        self.model.update(self.step + count)
+        self.one.meet()
+        began = time.perf_counter()
+        for _ in range(count):
+            self.step += 1
+            self.snapshotter.update_versions(None, self.step)
+            self.snapshotter.begin(self.step)
+            self.snapshotter.wait()
+        assert self.heard.wait(self.step, SEAL_S), f"step {self.step} was not sealed"
+        stalls.back_to_back = (time.perf_counter() - began) / count
 
 
 def await_seal(one: Rank, step: int) -> None:
@@ -235,39 +241,6 @@ def await_seal(one: Rank, step: int) -> None:
     while all(header.version != Version(one.spec.number, step) for _, header in view.sealed_slots()):
         assert time.monotonic() < deadline, f"step {step} was not sealed"
         time.sleep(0.001)
-
-
-def _under_compute(one: Rank, model: Model, snapshotter: Snapshotter, work: _Work, stalls: Stalls, step: int) -> int:
-    """Measure a copy during the next step's compute."""
-    model.update(step)
-    one.meet()
-    _announce_if_lean(snapshotter, step)
-    began = time.perf_counter()
-    snapshotter.begin(step)
-    begun = time.perf_counter() - began
-    work.run_s()
-    waits = time.perf_counter()
-    snapshotter.wait()
-    stalls.under.append(begun + time.perf_counter() - waits)
-    await_seal(one, step)
-    return step
-
-
-def _back_to_back(
-    one: Rank, model: Model, snapshotter: Snapshotter, heard: Heard, stalls: Stalls, step: int, count: int
-) -> int:
-    """Measure consecutive snapshots of an unchanged state: copy, hash, seal, and copies to other nodes."""
-    model.update(step + count - 1)
-    one.meet()
-    began = time.perf_counter()
-    for each in range(step, step + count):
-        snapshotter.update_versions(None, each)
-        snapshotter.begin(each)
-        snapshotter.wait()
-    last = step + count - 1
-    assert heard.wait(last, SEAL_S), f"step {last} was not sealed"
-    stalls.back_to_back = (time.perf_counter() - began) / count
-    return last
 
 
 class _Work:
