@@ -5,9 +5,10 @@ Without an active fault, the same kernels run on the same values, so the numbers
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,13 +33,26 @@ class FaultySite:
     """The place where a fault acts. ``install`` prepares it for a run of steps; the other methods are called in each
     step where their names say."""
 
+    targets: tuple[tuple[Any, str], ...] = ()
+    """Functions that ``call`` takes the place of, by module and name."""
+
     def __init__(self, fault: Fault, model: nn.Module, inner: Network, optimizer: torch.optim.Optimizer) -> None:
         self.fault, self.model, self.inner, self.optimizer = fault, model, inner, optimizer
         self.is_in_passes = False
 
     @contextmanager
     def install(self) -> Iterator[None]:
-        yield
+        with ExitStack() as stack:
+            for module, name in self.targets:
+                stack.enter_context(patched(module, name, self._wrap))
+            yield
+
+    def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **options: self.call(original, *args, **options)
+
+    def call(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Called in place of each patched function."""
+        raise NotImplementedError
 
     @contextmanager
     def forward_pass(self) -> Iterator[None]:
@@ -83,51 +97,42 @@ class _Products(FaultySite):
     """
 
     site = Site.GEMM_FORWARD
+    targets = ((functional, "linear"), (functional, "conv2d"))
 
     @contextmanager
     def install(self) -> Iterator[None]:
         with (
-            patched(functional, "linear", self._wrap),
-            patched(functional, "conv2d", self._wrap),
-            patched(rnn, "_VF", self._wrap_recurrent),
+            super().install(),
+            patched(rnn, "_VF", lambda original: SimpleNamespace(lstm=self._wrap_lstm(original.lstm))),
         ):
             yield
 
-    def _wrap_recurrent(self, original: Any) -> Any:
-        return SimpleNamespace(lstm=self._wrap_lstm(original.lstm))
-
     def _wrap_lstm(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        fault, site = self.fault, self.site
-
         def lstm(x: torch.Tensor, state: Any, weights: list[torch.Tensor], *more: Any) -> Any:
-            if site is Site.GEMM_INPUT_GRADIENT and x.requires_grad:
-                x = _Tap.apply(x, fault)
-            elif site is Site.GEMM_WEIGHT_GRADIENT:
-                weights = [_Tap.apply(weight, fault) if weight.requires_grad else weight for weight in weights]
-            results = original(x, state, weights, *more)
-            if site is Site.GEMM_FORWARD:
-                fault.corrupt(results[0])
+            results = original(self._input(x), state, [self._weight(weight) for weight in weights], *more)
+            if self.site is Site.GEMM_FORWARD:
+                self.fault.corrupt(results[0])
             return results
 
         return lstm
 
-    def _wrap(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        fault, site = self.fault, self.site
+    def _input(self, x: torch.Tensor) -> Any:
+        is_hit = self.site is Site.GEMM_INPUT_GRADIENT and x.requires_grad
+        return _Tap.apply(x, self.fault) if is_hit else x
 
-        def product(x: torch.Tensor, weight: torch.Tensor, *more: Any, **options: Any) -> torch.Tensor:
-            if site is Site.GEMM_FORWARD:
-                result = original(x, weight, *more, **options)
-                fault.corrupt(result)
-                return result
-            if torch.is_autocast_enabled("cpu"):
-                x, weight = x.to(torch.bfloat16), weight.to(torch.bfloat16)
-            if site is Site.GEMM_INPUT_GRADIENT and x.requires_grad:
-                x = _Tap.apply(x, fault)
-            elif site is Site.GEMM_WEIGHT_GRADIENT and weight.requires_grad:
-                weight = _Tap.apply(weight, fault)
-            return original(x, weight, *more, **options)
+    def _weight(self, weight: torch.Tensor) -> Any:
+        is_hit = self.site is Site.GEMM_WEIGHT_GRADIENT and weight.requires_grad
+        return _Tap.apply(weight, self.fault) if is_hit else weight
 
-        return product
+    def call(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        x, weight, *more = args
+        if self.site is Site.GEMM_FORWARD:
+            result = original(*args, **options)
+            self.fault.corrupt(result)
+            return result
+        if torch.is_autocast_enabled("cpu"):
+            x, weight = x.to(torch.bfloat16), weight.to(torch.bfloat16)
+        return original(self._input(x), self._weight(weight), *more, **options)
 
 
 class _InputGradients(_Products):
@@ -139,62 +144,39 @@ class _WeightGradients(_Products):
 
 
 class _Attention(FaultySite):
-    @contextmanager
-    def install(self) -> Iterator[None]:
-        with patched(functional, "scaled_dot_product_attention", self._wrap):
-            yield
+    targets = ((functional, "scaled_dot_product_attention"),)
 
-    def _wrap(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def attention(*args: Any, **options: Any) -> torch.Tensor:
-            result = original(*args, **options)
-            self.fault.corrupt(result)
-            return result
-
-        return attention
+    def call(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        result = original(*args, **options)
+        self.fault.corrupt(result)
+        return result
 
 
 class _LocalGradients(FaultySite):
     """Gradients as the backward pass leaves them, before anything reads them. Audits trust hooks, so it is none."""
 
-    @contextmanager
-    def install(self) -> Iterator[None]:
-        buffers = patched(GradBucket, "buffer", self._wrap_buffer)
-        with buffers, patched(_fsdp_param_group, "foreach_reduce", self._wrap):
-            yield
+    targets = ((GradBucket, "buffer"), (_fsdp_param_group, "foreach_reduce"))
 
-    def _wrap_buffer(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def buffer(bucket: object) -> torch.Tensor:
-            gradients = original(bucket)
+    def call(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        if isinstance(args[0], GradBucket):
+            gradients = original(*args)
             if self.is_in_passes:
                 self.fault.corrupt(gradients)
             return gradients
-
-        return buffer
-
-    def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def reduce(parameters: Any, gradients: list[torch.Tensor], *more: Any, **options: Any) -> Any:
-            for gradient in gradients:
-                self.fault.corrupt(gradient)
-            return original(parameters, gradients, *more, **options)
-
-        return reduce
+        for gradient in args[1]:
+            self.fault.corrupt(gradient)
+        return original(*args, **options)
 
 
 class _BeforeCollective(FaultySite):
     """The buffer that a rank hands to the collective."""
 
-    @contextmanager
-    def install(self) -> Iterator[None]:
-        with patched(dist, "all_to_all_single", self._wrap), patched(dist, "reduce_scatter_single", self._wrap):
-            yield
+    targets = ((dist, "all_to_all_single"), (dist, "reduce_scatter_single"))
 
-    def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def collective(*args: Any, **options: Any) -> Any:
-            if self.is_in_passes:
-                self.fault.corrupt(options["input"] if "input" in options else args[1])
-            return original(*args, **options)
-
-        return collective
+    def call(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        if self.is_in_passes:
+            self.fault.corrupt(options["input"] if "input" in options else args[1])
+        return original(*args, **options)
 
 
 class _AfterCollective(FaultySite):
@@ -209,18 +191,12 @@ class _AfterCollective(FaultySite):
 class _Update(FaultySite):
     """The parameters that the optimizer computes, also when an audit repeats its work."""
 
-    @contextmanager
-    def install(self) -> Iterator[None]:
-        with patched(adam, "adam", self._wrap):
-            yield
+    targets = ((adam, "adam"),)
 
-    def _wrap(self, original: Callable[..., None]) -> Callable[..., None]:
-        def update(parameters: list[torch.Tensor], *more: Any, **options: Any) -> None:
-            original(parameters, *more, **options)
-            for parameter in parameters:
-                self.fault.corrupt(local(parameter))
-
-        return update
+    def call(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        original(*args, **options)
+        for parameter in args[0]:
+            self.fault.corrupt(local(parameter))
 
 
 class _Parameters(FaultySite):
@@ -272,38 +248,41 @@ class _Activations(FaultySite):
         return self.fault.corrupted(tensor.detach()) if is_activation else tensor
 
 
-class _LyingDigest(FaultySite):
+class _Lie(FaultySite):
+    """Functions of the chain are wrong, in all of its modules."""
+
+    names: tuple[str, ...] = ()
+
+    @contextmanager
+    def install(self) -> Iterator[None]:
+        chain = [module for name, module in sys.modules.items() if name.startswith(_CHAIN_PACKAGES)]
+        with ExitStack() as stack:
+            for module, name in itertools.product(chain, self.names):
+                if callable(getattr(module, name, None)):
+                    stack.enter_context(patched(module, name, self._wrap))
+            yield
+
+
+class _LyingDigest(_Lie):
     """Digests of the chain are wrong where they are computed."""
 
-    @contextmanager
-    def install(self) -> Iterator[None]:
-        with patched_everywhere(("tensor_digest", "combined_digest"), self._wrap):
-            yield
+    names = ("tensor_digest", "combined_digest")
 
-    def _wrap(self, original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def digest(*args: Any, **options: Any) -> torch.Tensor:
-            result = original(*args, **options)
-            return result + 1 if self.fault.happens() else result
-
-        return digest
+    def call(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        result = original(*args, **options)
+        return result + 1 if self.fault.happens() else result
 
 
-class _LyingReplay(FaultySite):
+class _LyingReplay(_Lie):
     """Calls that an audit does again have wrong results, for a rank's own work and for that of others."""
 
-    @contextmanager
-    def install(self) -> Iterator[None]:
-        with patched_everywhere(("replay",), self._wrap):
-            yield
+    names = ("replay",)
 
-    def _wrap(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def replay(*args: Any, **options: Any) -> Any:
-            record = original(*args, **options)
-            if self.fault.happens():
-                record.digests = [None if digest is None else digest + 1 for digest in record.digests]
-            return record
-
-        return replay
+    def call(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        record = original(*args, **options)
+        if self.fault.happens():
+            record.digests = [None if digest is None else digest + 1 for digest in record.digests]
+        return record
 
 
 GRAPH_SITES = (Site.GEMM_INPUT_GRADIENT, Site.GEMM_WEIGHT_GRADIENT)
@@ -334,20 +313,3 @@ def patched(module: Any, name: str, wrap: Callable[[Any], Any]) -> Iterator[None
         yield
     finally:
         setattr(module, name, original)
-
-
-@contextmanager
-def patched_everywhere(names: tuple[str, ...], wrap: Callable[[Any], Any]) -> Iterator[None]:
-    """Replace functions of the chain in all of its modules for a while."""
-    undo: list[tuple[Any, str, Any]] = []
-    for module in [module for name, module in sys.modules.items() if name.startswith(_CHAIN_PACKAGES)]:
-        for name in names:
-            original = getattr(module, name, None)
-            if callable(original):
-                undo.append((module, name, original))
-                setattr(module, name, wrap(original))
-    try:
-        yield
-    finally:
-        for module, name, original in undo:
-            setattr(module, name, original)
