@@ -121,7 +121,9 @@ def run_parts(parts: Sequence[tuple[str, Callable[[], list[Row]]]], json_path: P
             except RuntimeError as error:
                 found = [Row(f"{name}: did not run", None, "", 0, against=str(error).strip().splitlines()[-1])]
             for row in found:
-                bar.console.print(f"{row.name}: {_number(row.value)} {row.unit} {row.against}", markup=False)
+                bar.console.print(
+                    f"{row.name}: {_number(row.value)} {row.unit} {row.against}", markup=False, soft_wrap=True
+                )
             rows += found
             if json_path is not None:
                 write_json(json_path, rows)

@@ -65,26 +65,20 @@ def _restart_all(outcome: Outcome) -> float:
 
 
 def _rows(outcome: Outcome) -> list[Row]:
-    gpus = f"{outcome.nodes * GPUS_PER_NODE:,} GPUs"
     floor, aim = MARKS[outcome.nodes]
+    name = f"{outcome.nodes * GPUS_PER_NODE:,} GPUs, {outcome.days:g} days: effective training time"
     against = "Llama 3: over 90 %" if outcome.nodes == SMALL else "ByteRobust, 9,600 GPUs: 97 %"
+    counts, wrong = outcome.fleet.counts, len(outcome.fleet.false_evictions)
+    absences = counts["agent_restart"] + counts["network_blip"]
     rows = [
-        Row(
-            f"{gpus}, {outcome.days:g} days: effective training time",
-            100 * outcome.ratio,
-            "%",
-            100 * floor,
-            100 * aim,
-            against,
-            smaller_is_better=False,
-        ),
+        Row(name, 100 * outcome.ratio, "%", 100 * floor, 100 * aim, against, smaller_is_better=False),
         Row("  restart all, checkpoint every 30 min", 100 * _restart_all(outcome), "%", against="same failures"),
-        Row("  failures", float(len(outcome.failures)), "", against="Llama 3: 419 in 54 days"),
-        Row("  times the job stood still", float(outcome.stops), ""),
-        Row("  nodes evicted", float(outcome.evictions), ""),
-        Row("  false evictions", float(outcome.false_evictions), "", 0.0, 0.0, f"{outcome.transients} short absences"),
-        Row("  breaker reset by a person", float(outcome.breaker_resets), ""),
-        Row("  spares needed", float(outcome.spares_used), "nodes", against=f"{outcome.spares} there"),
+        Row("  failures", len(outcome.failures), "", against="Llama 3: 419 in 54 days"),
+        Row("  times the job stood still", outcome.stops, ""),
+        Row("  nodes evicted", counts["verdict.evict"], ""),
+        Row("  false evictions", wrong, "", 0.0, 0.0, f"{absences} short absences"),
+        Row("  breaker reset by a person", counts["breaker resets"], ""),
+        Row("  spares needed", outcome.spares_used, "nodes", against=f"{outcome.spares} there"),
     ]
     for cause, hours in list(outcome.lost.items())[:CAUSES_SHOWN]:
         rows.append(Row(f"  lost to: {cause.replace('_', ' ')}", hours, "GPU h"))
@@ -106,7 +100,8 @@ def _replayed(progress: Progress, nodes: int, assumptions: Assumptions) -> list[
     rows = [Row(f"{gpus}: played again as above", 100 * base.ratio, "%")]
     for name, changed in replays(assumptions).items():
         outcome = _play(progress, name, nodes, replace(changed))
-        words = f"{outcome.false_evictions} false evictions; {outcome.spares_used} of {outcome.spares} spares needed"
+        wrong, used = len(outcome.fleet.false_evictions), f"{outcome.spares_used} of {outcome.spares}"
+        words = f"{wrong} false evictions; {used} spares needed"
         rows.append(Row(f"  with {name}", 100 * outcome.ratio, "%", against=words))
     return rows
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from bench.failures import SIGMA, Failure, schedule
@@ -37,20 +37,28 @@ class Outcome:
     spares: int
     days: float
     failures: tuple[Failure, ...]
-    ratio: float
-    stops: int
-    lost: dict[str, float]
-    false_evictions: int
-    spares_used: int
-    evictions: int
-    breaker_resets: int
-    transients: int
-    regroups: Sequence[Regrouped]
+    fleet: FleetDays
+
+    @property
+    def ratio(self) -> float:
+        return self.fleet.accounts.ratio()
+
+    @property
+    def stops(self) -> int:
+        return self.fleet.accounts.stops
+
+    @property
+    def lost(self) -> dict[str, float]:
+        return self.fleet.accounts.gpu_hours_lost(GPUS_PER_NODE)
+
+    @property
+    def spares_used(self) -> int:
+        return self.spares - self.fleet.least_spares
 
     def repriced(self, before: RecoveryModel, after: RecoveryModel) -> float:
         """The ratio where the same decisions cost what ``after`` says. Overlaps of failures are taken as they were."""
         total_s = self.days * 86400.0 * self.nodes
-        more_s = sum((price(after, r) - price(before, r)) * self.nodes for r in self.regroups)
+        more_s = sum((price(after, r) - price(before, r)) * self.nodes for r in self.fleet.regroups)
         more_s += self.stops * (after.seen_s - before.seen_s + (after.step_s - before.step_s) / 2) * self.nodes
         return self.ratio - more_s / total_s
 
@@ -82,23 +90,9 @@ def play(nodes: int, assumptions: Assumptions, on_progress: Callable[[float], No
     rng = random.Random(SEED + nodes)
     failures = schedule(nodes + spares, hours, rng, rate=assumptions.rate, sigma=assumptions.sigma)
     plan = FleetPlan(nodes, spares, hours)
-    days = FleetDays(plan, failures, site_policy(nodes), assumptions.model, SEED)
-    days.run(on_progress)
-    return Outcome(
-        nodes=nodes,
-        spares=spares,
-        days=assumptions.days,
-        failures=tuple(failures),
-        ratio=days.accounts.ratio(),
-        stops=days.accounts.stops,
-        lost=days.accounts.gpu_hours_lost(GPUS_PER_NODE),
-        false_evictions=len(days.false_evictions),
-        spares_used=spares - days.least_spares,
-        evictions=days.counts["verdict.evict"],
-        breaker_resets=days.counts["breaker resets"],
-        transients=days.counts["agent_restart"] + days.counts["network_blip"],
-        regroups=days.regroups,
-    )
+    fleet = FleetDays(plan, failures, site_policy(nodes), assumptions.model, SEED)
+    fleet.run(on_progress)
+    return Outcome(nodes, spares, assumptions.days, tuple(failures), fleet)
 
 
 def repricings(model: RecoveryModel) -> dict[str, RecoveryModel]:
