@@ -175,7 +175,7 @@ class Measure:
         intervals = self.intervals(config, preset)
         results = self._ranks.call(config, "run", None, intervals, number * 0.381966 % 1.0, 0, steps)
         alarms = sum(len(result.statements) for result in results) + bool(results[0].replica_digests)
-        record = {"steps": results[0].steps, "alarms": alarms, "rotations": results[0].clean_audits}
+        record = {"steps": results[0].steps, "alarms": alarms}
         audits = sorted({str(said.audit) for result in results for said in result.statements})
         self._store.add(f"{config.name}/clean/{preset}", number, {**record, "audits": audits})
 

@@ -70,8 +70,6 @@ class Result:
     elements: int = 0
     """Elements that pass the fault's site in a step."""
     activations: int = 0
-    clean_audits: int = 0
-    """The number of steps that were reported as clean."""
     signals: list[StepSignals] = field(default_factory=list)
 
 
@@ -87,7 +85,6 @@ class Training:
         for step in range(-warm_steps, 1):
             self.step(step, DATA_SEED)
         self._statements: list[Mismatch] = []
-        self._clean_steps: list[int] = []
         self._chains: dict[tuple[tuple[str, int], ...], _WarmChain] = {}
         self._base = [tensor.clone() for tensor in self._state()]
 
@@ -154,7 +151,6 @@ class Training:
         fault, site = self._faulty_site(injection)
         self.reset()
         self._statements.clear()
-        self._clean_steps.clear()
         elements = self._count(injection.site) if injection is not None else 0
         peers = PeerSignals(self.inner, self.optimizer) if signals else None
         result = Result(elements=elements)
@@ -167,7 +163,6 @@ class Training:
             run.train()
         result.activations = fault.activations
         result.statements += self.take_statements()
-        result.clean_audits = len(self._clean_steps)
         return result
 
     @property
@@ -258,7 +253,7 @@ class Training:
             has_replica_per_rank=True,
             report=self._statements.append,
         )
-        return build_chain(options, setup, first, self._clean_steps.append) if options else None
+        return build_chain(options, setup, first, lambda step: None) if options else None
 
     def _warm_chain(self, intervals: Intervals) -> _WarmChain | None:
         """Return a chain that has audited all units before, without faults."""

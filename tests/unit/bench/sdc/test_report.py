@@ -41,7 +41,7 @@ def store(tmp_path: Path) -> Store:
     store.add(cell, 2, record())
     store.add(cell, 3, record(changed_step=0))  # changed nothing, so there was nothing to catch
     store.add(cell, 4, {"failed": "RuntimeError: connection reset", "rank": 2, "changed_step": 0})
-    store.add(f"{MAIN}/clean/standard", 0, {"steps": 2000, "alarms": 1, "rotations": 3, "audits": []})
+    store.add(f"{MAIN}/clean/standard", 0, {"steps": 2000, "alarms": 1, "audits": []})
     store.add(f"{MAIN}/overhead-standard/all", 0, {"off_s": [1.0, 1.0, 2.0], "on_s": [1.01, 1.02, 2.06]})
     return store
 
