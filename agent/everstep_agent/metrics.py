@@ -37,11 +37,9 @@ from everstep.log_lines import LogThrottle
 from everstep.vocabulary import Finding, Severity
 from everstep.wire.v1.agent import Domain
 from everstep.wire.v1.local import StatisticsAnswer
+from everstep_agent.drivers.gpu_samples import THROTTLE_REASONS, GpuSample, LinkSample
 from everstep_agent.drivers.samples import (
-    THROTTLE_REASONS,
-    GpuSample,
     HardwareSamples,
-    LinkSample,
     NvlinkFabricSample,
     PathSample,
     PortPresence,
@@ -86,7 +84,7 @@ _Kind = type[CounterMetricFamily] | type[GaugeMetricFamily]
 
 
 class _Gauge(msgspec.Struct, frozen=True):
-    """A field of ``GpuSample`` and its metric family."""
+    """A value of ``GpuSample``, by name, and its metric family."""
 
     name: str
     help: str
@@ -319,7 +317,7 @@ def _vault_families(m: AgentMetrics) -> Iterator[Metric]:
 
 
 def _value(sample: GpuSample, gauge: _Gauge) -> float | None:
-    value = getattr(sample, gauge.field)
+    value = sample.value(gauge.field)
     if value is None:
         return math.nan if sample.lost else None
     return float(value) * gauge.scale
@@ -337,7 +335,7 @@ def _gpu_families(node: str, report: SensorReport) -> Iterator[Metric]:
         if values:
             kind = CounterMetricFamily if gauge.is_counter else GaugeMetricFamily
             yield _family(kind, f"gpu_{gauge.name}", gauge.help, labels, values)
-    reasons = [gpu.throttle_reasons or 0 for gpu in gpus]
+    reasons = [gpu.clocks.throttle_reasons or 0 for gpu in gpus]
     slowed = (((node, name), sum(bool(mask & bits) for mask in reasons)) for name, bits in THROTTLE_REASONS.items())
     slowed_help = "GPUs of the node that slow down, by NVML's reason."
     yield _family(GaugeMetricFamily, "gpu_throttled_gpus", slowed_help, ("node", "reason"), slowed)
@@ -369,7 +367,7 @@ def _link_families(node: str, gpus: tuple[GpuSample, ...]) -> Iterator[Metric]:
         rows = [
             ((node, str(gpu.index), gpu.pci_bus_id, str(link.link)), value)
             for gpu in gpus
-            for link in gpu.links
+            for link in gpu.nvlink.links
             if (value := read(link)) is not None
         ]
         if rows:
@@ -469,16 +467,18 @@ def _dcgm_type(gauge: _Gauge) -> str:
 
 
 def _free_mib(sample: GpuSample) -> float | None:
-    if sample.memory_total_bytes is None or sample.memory_used_bytes is None:
+    memory = sample.memory
+    if memory.memory_total_bytes is None or memory.memory_used_bytes is None:
         return None
-    return (sample.memory_total_bytes - sample.memory_used_bytes) / MIB
+    return (memory.memory_total_bytes - memory.memory_used_bytes) / MIB
 
 
 def _used_mib(sample: GpuSample) -> float | None:
     """Return the memory in use without the driver's, which is a series of its own."""
-    if sample.memory_used_bytes is None:
+    memory = sample.memory
+    if memory.memory_used_bytes is None:
         return None
-    return max(0, sample.memory_used_bytes - (sample.memory_reserved_bytes or 0)) / MIB
+    return max(0, memory.memory_used_bytes - (memory.memory_reserved_bytes or 0)) / MIB
 
 
 def _xid(sample: GpuSample, report: SensorReport) -> float:

@@ -16,7 +16,8 @@ from bench.table import Row
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.vocabulary import ProbeKind
 from everstep.wire.v1.directives import RunProbe
-from everstep_agent.drivers.samples import GpuSample
+from everstep_agent.drivers.gpu_samples import GpuSample
+from everstep_agent.drivers.samples import flat_fields
 from everstep_agent.probes.prober import Prober
 from everstep_agent.sensors.gpu import GpuSensor
 from everstep_agent.virtual.scenario import VirtualMachine, load_scenario
@@ -72,8 +73,8 @@ def sample_rows(samples: tuple[GpuSample, ...]) -> list[Row]:
     """How many GPUs could be read, and which values the first of them does not offer."""
     whole = [sample for sample in samples if not sample.error and not sample.lost]
     troubles = "; ".join(f"GPU {sample.index}: {sample.error}" for sample in samples if sample.error)
-    fields = [name for name in GpuSample.__struct_fields__ if name not in OPTIONAL]
-    absent = [name for name in fields if getattr(samples[0], name) is None]
+    fields = {name: value for name, value in flat_fields(samples[0]).items() if name not in OPTIONAL}
+    absent = [name for name, value in fields.items() if value is None]
     offered = f"of {len(fields)}" + (f"; not offered: {', '.join(absent)}" if absent else "")
     return [
         Row("NVML: GPUs read whole", len(whole), "", len(samples), len(samples), troubles, smaller_is_better=False),

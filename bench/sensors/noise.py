@@ -20,6 +20,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,8 @@ from bench.sensors.events import EVICTING, EventRow, load_machine, load_rows
 from bench.sensors.node import MEMORY_FOLDER, START_WALL, BenchNode
 from bench.table import Row
 from everstep.vocabulary import Finding, Mode, Severity
-from everstep_agent.drivers.samples import GpuSample, LinkSample, PortSample
+from everstep_agent.drivers.gpu_samples import GpuSample, LinkSample
+from everstep_agent.drivers.samples import PortSample
 from everstep_agent.findings.assessment import PROFILE_INTERVAL_S, AssessorState, FindingAssessor, Instant
 from everstep_agent.node_profile.profile import NodeProfile, SavedProfile
 from everstep_agent.policy.rules import FindingPolicy
@@ -87,9 +89,9 @@ CLOCK_DRIFT_S = 0.8
 """Most by which a node's clock differs from the controller's in the month."""
 
 COUNTERS: tuple[tuple[str, str, float, int], ...] = (
-    ("gpu", "ecc_corrected", 0.2, 3),
-    ("gpu", "remapped_corrected", 0.005, 1),
-    ("gpu", "pcie_replays", 0.3, 15),
+    ("gpu", "memory_errors.ecc_corrected", 0.2, 3),
+    ("gpu", "memory_errors.remapped_corrected", 0.005, 1),
+    ("gpu", "pcie.pcie_replays", 0.3, 15),
     ("link", "errors", 0.2, 8),
     ("link", "recoveries", 0.05, 1),
     ("counter", "symbol_error", 0.3, 12),
@@ -198,8 +200,14 @@ def _compressed(polls: Iterable[PollResult]) -> Runs:
 
 def _without_time(poll: PollResult) -> PollResult:
     """Return the poll without the values that change at every poll; ``SimulatedNode`` sets them."""
-    gpus = tuple(msgspec.structs.replace(gpu, energy_j=gpu.energy_j and 0.0) for gpu in poll.gpus)
+    gpus = tuple(_with_changes(gpu, {"power": {"energy_j": gpu.power.energy_j and 0.0}}) for gpu in poll.gpus)
     return msgspec.structs.replace(poll, gpus=gpus, poll_s=0.0, nvml_paused_s=poll.nvml_paused_s and 1.0)
+
+
+def _with_changes(gpu: GpuSample, changes: Mapping[str, Mapping[str, Any]]) -> GpuSample:
+    """Return the sample with other values, which are given by part and name."""
+    parts = {part: msgspec.structs.replace(getattr(gpu, part), **values) for part, values in changes.items()}
+    return msgspec.structs.replace(gpu, **parts)
 
 
 # Replay
@@ -314,17 +322,20 @@ class SimulatedNode:
         )
 
     def _own_gpu(self, gpu: GpuSample) -> GpuSample:
-        values: dict[str, Any] = {"energy_j": (self.now_s - self._booted_at) * 100.0} if gpu.energy_j == 0.0 else {}
-        link, *others = gpu.links or (LinkSample(link=0),)
+        changes: dict[str, dict[str, Any]] = {}
+        if gpu.power.energy_j == 0.0:
+            changes["power"] = {"energy_j": (self.now_s - self._booted_at) * 100.0}
+        link, *others = gpu.nvlink.links or (LinkSample(link=0),)
         for (scope, index, name), count in self._counters.items():
             if index != gpu.index or scope in ("port", "counter"):
                 continue
-            if scope == "gpu" and (known := getattr(gpu, name)) is not None:
-                values[name] = known + count
-            elif scope == "link" and gpu.links and (known := getattr(link, name)) is not None:
+            if scope == "gpu" and (known := attrgetter(name)(gpu)) is not None:
+                part, _, value = name.partition(".")
+                changes.setdefault(part, {})[value] = known + count
+            elif scope == "link" and gpu.nvlink.links and (known := getattr(link, name)) is not None:
                 link = msgspec.structs.replace(link, **{name: known + count})
-                values["links"] = (link, *others)
-        return msgspec.structs.replace(gpu, **values)
+                changes["nvlink"] = {"links": (link, *others)}
+        return _with_changes(gpu, changes)
 
     def _own_port(self, index: int, port: PortSample) -> PortSample:
         changes: dict[str, Any] = {}

@@ -19,7 +19,8 @@ from prometheus_client.registry import CollectorRegistry
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.local import StatisticsAnswer
 from everstep_agent import metrics as agent_metrics
-from everstep_agent.drivers.samples import GpuSample, HostSample, LinkSample, NvlinkFabricSample
+from everstep_agent.drivers.gpu_samples import GpuNvlink, GpuSample, LinkSample
+from everstep_agent.drivers.samples import HostSample, NvlinkFabricSample
 from everstep_agent.sensors.sensor_messages import PollResult, SensorReport
 from everstep_agent.vault import reporting, service
 from everstep_controller.app.controller import Controller
@@ -99,7 +100,7 @@ def _collected(families: Iterable[Any]) -> Iterator[Family]:
 def _of_agent() -> Iterator[Family]:
     counters, refused = reporting.VaultCounters().read_all()
     vault = StatisticsAnswer(request=0, counters=counters, refused=refused, gauges=dict.fromkeys(_levels(), 0))
-    gpu = _filled(GpuSample, links=(_filled(LinkSample),))
+    gpu = _filled(GpuSample, nvlink=_filled(GpuNvlink, links=(_filled(LinkSample),)))
     poll = PollResult(is_full=True, gpus=(gpu,), fabric=_filled(NvlinkFabricSample), host=_filled(HostSample))
     report = SensorReport(poll=poll)
     numbers = _filled(agent_metrics.AgentMetrics, vault_statistics=vault, sensor_report=report)

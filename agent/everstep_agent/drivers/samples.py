@@ -5,137 +5,56 @@
 
 from __future__ import annotations
 
-from enum import IntEnum, StrEnum
+from collections.abc import Callable
+from enum import StrEnum
+from functools import cache
+from operator import attrgetter
+from typing import Any, get_type_hints
 
 import msgspec
-
-HARDWARE_SLOWDOWN, SOFTWARE_THERMAL, HARDWARE_THERMAL, POWER_BRAKE = 0x8, 0x20, 0x40, 0x80
-"""NVML clock event reasons. The first comes with each of the last two, or alone if the GPU draws too much power."""
-
-HARDWARE_THROTTLE_BITS = HARDWARE_SLOWDOWN | HARDWARE_THERMAL | POWER_BRAKE
-HEAT_THROTTLE_BITS = SOFTWARE_THERMAL | HARDWARE_THERMAL
-
-THROTTLE_REASONS = {
-    "power_cap": 0x4,
-    "hardware_slowdown": 0x8,
-    "software_thermal": 0x20,
-    "hardware_thermal": 0x40,
-    "power_brake": 0x80,
-}
-"""NVML clock event reasons that slow a GPU down against its will, by name."""
-
-HBM_LIMIT_C = 95
-"""Degrees at which the memory of a GPU slows down that does not tell its limit: H100's, by nvidia-smi -q."""
-
-LINK_LOADED_UTILIZATION = 0.5
-"""Utilization from which on a PCIe link must run at its full speed and width."""
-
-
-GIB = 1 << 30
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Base class; encoded as an array, since both ends are of one installation."""
 
 
-class LinkSample(Sample, frozen=True, kw_only=True):
-    """One NVLink of a GPU. Counters are since the driver was loaded or the GPU reset; see ``sensors/nvlinks.py``."""
-
-    link: int
-    up: bool | None = None
-    was_up: bool = False  # since the sensor started
-    errors: int | None = None  # replays, recoveries and CRC errors; from Blackwell on, packets lost to errors
-    recoveries: int | None = None  # times that the link trained anew
-    recovery_failures: int | None = None
-    discards: int | None = None  # packets that were not sent
-    effective_errors: int | None = None  # errors left after forward error correction
-    symbol_errors: int | None = None
-    raw_errors: int | None = None  # errors before forward error correction
-    effective_ber: float | None = None  # bit error rates
-    symbol_ber: float | None = None
-    raw_ber: float | None = None
-    repaired_symbols: int | None = None  # most symbols that forward error correction repaired in one block
-    far_end: str = ""  # "NVSwitch 0000:c1:00 link 30", or less if NVML knows less
+class Part(Sample, frozen=True, kw_only=True):
+    """Base class of a sample's parts. Rules name a part's values as if they were the sample's own."""
 
 
-class FabricState(IntEnum):
-    """How far a GPU has come in joining its NVLink fabric (nvml.h, NVML_GPU_FABRIC_STATE_*)."""
+@cache
+def value_hints(kind: type[msgspec.Struct]) -> dict[str, tuple[str, Any]]:
+    """Return path and type of each field and property of a sample and its parts, by name.
 
-    NOT_SUPPORTED = 0
-    NOT_STARTED = 1
-    IN_PROGRESS = 2
-    COMPLETED = 3
-
-
-MISCONFIGURATIONS = {
-    2: "wrong system GUID",
-    3: "wrong serial number of the chassis",
-    5: "too few NVLinks",
-    6: "firmware of the GPU that does not fit",
-    7: "invalid location",
-    8: "invalid state of the GPU",
-}
-"""What is wrong in a fabric's configuration (nvml.h, NVML_GPU_FABRIC_HEALTH_MASK_INCORRECT_CONFIGURATION_*)."""
-NO_PARTITION = 4
-"""The same value's number for a GPU that an administrator has put into no partition."""
+    The path of ``remap_pending`` is ``memory_errors.remap_pending``.
+    """
+    found: dict[str, tuple[str, Any]] = {}
+    hints = get_type_hints(kind)
+    for name in kind.__struct_fields__:
+        if isinstance(hints[name], type) and issubclass(hints[name], Part):
+            inner = value_hints(hints[name])
+            found |= {each: (f"{name}.{path}", hint) for each, (path, hint) in inner.items()}
+        else:
+            found[name] = name, hints[name]
+    for name, member in vars(kind).items():
+        if isinstance(member, property):
+            found[name] = name, get_type_hints(member.fget).get("return")
+    return found
 
 
-class FabricSample(Sample, frozen=True, kw_only=True):
-    """One GPU's part in the NVLink fabric. Flags are 1 for yes and 0 for no."""
-
-    state: int
-    status: int | None = None  # how joining ended, as an NVML error; 0 is good
-    clique: int | None = None  # GPUs of one cluster and clique reach each other
-    cluster: str = ""
-    has_switch_links: bool = False  # whether links that are up lead to NVSwitches
-    degraded_bandwidth: int | None = None
-    route_recovery: int | None = None  # routes are being recovered
-    route_unhealthy: int | None = None
-    access_timeout_recovery: int | None = None  # the GPU recovers from accesses that timed out
-    incorrect_configuration: int | None = None  # 1 for none; see ``MISCONFIGURATIONS`` and ``NO_PARTITION``
-    partition_assigned: int | None = None
-    manager_disconnected: int | None = None  # the manager of a whole rack's fabric
-
-    @property
-    def is_joined(self) -> bool:
-        return self.state == FabricState.COMPLETED and not self.status
-
-    @property
-    def not_joined(self) -> int | None:
-        """1 if links lead to NVSwitches and the GPU has not joined; None without a fabric, as for a single GPU."""
-        if self.state == FabricState.NOT_SUPPORTED or not self.has_switch_links:
-            return None
-        return int(self.state != FabricState.COMPLETED)
-
-    @property
-    def join_failed(self) -> int | None:
-        return None if self.status is None else int(self.status != 0)
-
-    @property
-    def misconfigured(self) -> int | None:
-        return None if self.incorrect_configuration is None else int(self.incorrect_configuration in MISCONFIGURATIONS)
-
-    @property
-    def unpartitioned(self) -> int | None:
-        if self.incorrect_configuration is None and self.partition_assigned is None:
-            return None
-        return int(self.incorrect_configuration == NO_PARTITION or self.partition_assigned == 0)
-
-    @property
-    def detail(self) -> str:
-        """The state and the misconfiguration in words."""
-        names = {state.value: state.name.lower().replace("_", " ") for state in FabricState}
-        words = [f"state {names.get(self.state, str(self.state))}"]
-        words += [f"NVML error {self.status}"] if self.status else []
-        words += [MISCONFIGURATIONS[self.incorrect_configuration or 0]] if self.misconfigured else []
-        return ", ".join(words)
+@cache
+def value_reader(kind: type[msgspec.Struct], name: str) -> Callable[[Any], Any]:
+    """Return the function that reads the value of this name from a sample. Raises KeyError for an unknown name."""
+    return attrgetter(value_hints(kind)[name][0])
 
 
-class GpuPeerSample(Sample, frozen=True, kw_only=True):
-    """Whether a GPU reaches another one by peer-to-peer access over NVLink. ``status`` is NVML's; 0 is good."""
-
-    pci_bus_id: str
-    status: int
+def flat_fields(sample: Sample) -> dict[str, Any]:
+    """Return the fields of a sample and of its parts, by name."""
+    fields: dict[str, Any] = {}
+    for name in sample.__struct_fields__:
+        value = getattr(sample, name)
+        fields |= flat_fields(value) if isinstance(value, Part) else {name: value}
+    return fields
 
 
 class NvlinkFabricSample(Sample, frozen=True, kw_only=True):
@@ -164,220 +83,6 @@ class OtherGpusSample(Sample, frozen=True, kw_only=True):
 
     vendor: str
     unwatched: int
-
-
-class GpuSample(Sample, frozen=True, kw_only=True):
-    """One GPU at one poll."""
-
-    index: int
-    pci_bus_id: str
-    uuid: str
-    lost: bool = False  # NVML calls the GPU lost, or it has left the PCI bus
-    error: str = ""  # why most values are missing
-    is_closed: bool = False  # the error is that NVML as a whole is closed, which says nothing of this GPU
-    hung_s: float = 0.0  # seconds that a call of this GPU has not returned
-    failed_values: int = 0  # number of values that NVML offers and did not answer
-    failures: str = ""  # the first of their errors
-
-    temperature_c: int | None = None
-    temperature_margin_c: int | None = None
-    memory_temperature_c: int | None = None
-    slowdown_temperature_c: int | None = None  # at which the hardware slows the GPU down
-    memory_temperature_limit_c: int | None = None  # at which the driver slows the GPU down for its memory's sake
-    power_w: float | None = None
-    power_limit_w: float | None = None
-    power_limit_default_w: float | None = None  # of the model
-    energy_j: float | None = None
-    sm_clock_mhz: int | None = None
-    memory_clock_mhz: int | None = None
-    throttle_reasons: int | None = None
-    memory_used_bytes: int | None = None
-    memory_total_bytes: int | None = None
-    gpu_utilization: float | None = None
-    memory_utilization: float | None = None
-    recovery_action: int | None = None
-    remap_pending: int | None = None
-    remap_failure: int | None = None
-
-    ecc_corrected: int | None = None
-    ecc_uncorrected: int | None = None
-    ecc_uncorrected_lifetime: int | None = None
-    ecc_dram_corrected: int | None = None
-    ecc_dram_uncorrected: int | None = None
-    ecc_sram_corrected: int | None = None
-    ecc_sram_uncorrected: int | None = None
-    ecc_sram_uncorrected_lifetime: int | None = None
-    sram_threshold_exceeded: int | None = None
-    remapped_corrected: int | None = None
-    remapped_uncorrected: int | None = None
-    banks_low_on_spare_rows: int | None = None
-    banks_without_spare_rows: int | None = None
-    retired_pages: int | None = None
-    retired_pages_pending: int | None = None  # 1 if pages are to be retired at the next reset
-    ecc_mode: int | None = None  # modes: 1 on, 0 off; a pending one takes effect at the next reset
-    ecc_mode_pending: int | None = None
-    mig_mode: int | None = None
-    mig_mode_pending: int | None = None
-    persistence_mode: int | None = None
-    pcie_replays: int | None = None
-    pcie_fatal_errors: int | None = None
-    pcie_generation: int | None = None
-    pcie_generation_max: int | None = None  # of the GPU and its slot together
-    pcie_width: int | None = None
-    pcie_width_max: int | None = None  # of the GPU and its slot together
-    pcie_utilization: float | None = None  # the GPU's utilization when its link was read, at polls that read it
-    nvlinks: int | None = None
-    nvlinks_down: int | None = None
-    nvlink_errors: int | None = None
-    nvlink_recovery_failures: int | None = None
-    nvlinks_down_at: tuple[int, ...] = ()  # their numbers
-    links: tuple[LinkSample, ...] = ()
-    links_were_read: bool = False  # whether the links were read at this poll
-    nvlink_far_ends: tuple[str, ...] = ()  # by link: as ``LinkSample.far_end``, "" if unknown
-    fabric: FabricSample | None = None
-    c2c_links: int | None = None  # links to the CPU (NVLink-C2C) that were ever active
-    c2c_links_down: int | None = None
-    peers: tuple[GpuPeerSample, ...] = ()  # the node's other GPUs, as far as NVML answers
-    encoder_utilization: float | None = None
-    decoder_utilization: float | None = None
-    memory_reserved_bytes: int | None = None  # by the driver; part of the memory in use
-    nvlink_bytes: int | None = None  # sent and received by all links
-    vgpu_licensed: int | None = None
-    graphics_activity: float | None = None  # shares of the time since the last reading, and rates, by GPM
-    tensor_activity: float | None = None
-    dram_activity: float | None = None
-    pcie_sent_bytes_per_s: float | None = None
-    pcie_received_bytes_per_s: float | None = None
-    processes: int | None = None  # that compute
-    graphics_processes: int | None = None
-    sees_all_processes: bool = False  # whether no container hides processes from the agent
-
-    @property
-    def is_lost(self) -> int:
-        return int(self.lost)
-
-    @property
-    def fabric_state(self) -> int | None:
-        return None if self.fabric is None else self.fabric.state
-
-    @property
-    def unreadable(self) -> int:
-        """1 if most values failed, the GPU is not lost and none of its calls hangs."""
-        return int(bool(self.error) and not self.lost and not self.is_closed and not self.hung_s)
-
-    @property
-    def partly_unreadable(self) -> int:
-        """Number of values that failed on a GPU that can be read otherwise."""
-        return 0 if self.error else self.failed_values
-
-    @property
-    def hardware_throttled(self) -> int | None:
-        return None if self.throttle_reasons is None else int(bool(self.throttle_reasons & HARDWARE_THROTTLE_BITS))
-
-    @property
-    def heat_throttled(self) -> int | None:
-        return None if self.throttle_reasons is None else int(bool(self.throttle_reasons & HEAT_THROTTLE_BITS))
-
-    @property
-    def hardware_slowdown(self) -> int | None:
-        """1 while the hardware slows the GPU down for its own heat or power, not for an external power brake."""
-        if self.throttle_reasons is None:
-            return None
-        own = HARDWARE_THERMAL if self.throttle_reasons & POWER_BRAKE else HARDWARE_THERMAL | HARDWARE_SLOWDOWN
-        return int(bool(self.throttle_reasons & own))
-
-    @property
-    def software_thermal_slowdown(self) -> int | None:
-        """1 while the driver slows the GPU down for heat that the hardware still tolerates."""
-        if self.throttle_reasons is None:
-            return None
-        return int(self.throttle_reasons & HEAT_THROTTLE_BITS == SOFTWARE_THERMAL)
-
-    @property
-    def power_braked(self) -> int | None:
-        return None if self.throttle_reasons is None else int(bool(self.throttle_reasons & POWER_BRAKE))
-
-    @property
-    def memory_temperature_margin_c(self) -> int | None:
-        """Degrees left until the memory slows the GPU down."""
-        if self.memory_temperature_c is None:
-            return None
-        return (self.memory_temperature_limit_c or HBM_LIMIT_C) - self.memory_temperature_c
-
-    @property
-    def power_limit_cut_w(self) -> float | None:
-        """Watts by which the power limit is below the model's default."""
-        if self.power_limit_w is None or self.power_limit_default_w is None:
-            return None
-        return self.power_limit_default_w - self.power_limit_w
-
-    @property
-    def ecc_mode_waits(self) -> int | None:
-        """1 if another ECC mode waits for a reset."""
-        return _differ(self.ecc_mode, self.ecc_mode_pending)
-
-    @property
-    def mig_mode_waits(self) -> int | None:
-        """1 if another MIG mode waits for a reset."""
-        return _differ(self.mig_mode, self.mig_mode_pending)
-
-    @property
-    def unowned_memory_gib(self) -> float | None:
-        """Memory in use on a GPU without any process in GiB, 0 if it has one; None if unknown.
-
-        Known at polls that read the slow values, outside MIG mode (whose instances reserve memory), and where the agent
-        sees the processes of all containers.
-        """
-        if not self.links_were_read or not self.sees_all_processes or self.mig_mode:
-            return None
-        if self.memory_used_bytes is None or self.processes is None or self.graphics_processes is None:
-            return None
-        return 0.0 if self.processes or self.graphics_processes else self.memory_used_bytes / GIB
-
-    @property
-    def pcie_lanes_missing(self) -> int | None:
-        """Lanes fewer than the GPU and its slot have; None if unknown (see ``_missing_under_load``)."""
-        return self._missing_under_load(self.pcie_width, self.pcie_width_max)
-
-    @property
-    def pcie_generations_missing(self) -> int | None:
-        """Generations below the maximum of the GPU and its slot; None if unknown (see ``_missing_under_load``)."""
-        return self._missing_under_load(self.pcie_generation, self.pcie_generation_max)
-
-    def _missing_under_load(self, now: int | None, most: int | None) -> int | None:
-        """Return None unless the link was read under load: an idle GPU lowers the speed and width of its link."""
-        if now is None or most is None or (self.pcie_utilization or 0.0) < LINK_LOADED_UTILIZATION:
-            return None
-        return max(0, most - now)
-
-
-def _differ(now: int | None, then: int | None) -> int | None:
-    return None if now is None or then is None else int(now != then)
-
-
-class GpuPeerComparison(Sample, frozen=True, kw_only=True):
-    """One GPU beside the node's other GPUs of its model; see ``findings/gpu_peers.py``."""
-
-    clock_fraction: float | None = None  # of the others' SM clock, while all are under load and nothing explains it
-    set_clock_fraction: float | None = None  # the same, while a person or a program has set the GPU's clocks
-    power_limit_gap_w: float | None = None  # watts by which the power limit is below the others'
-    ecc_off: int | None = None  # 1 if ECC is off, and on with most others
-    dram_corrected: int | None = None  # corrected errors, where they are many times the others'
-    sram_corrected: int | None = None
-
-
-class XidEvent(Sample, frozen=True, kw_only=True):
-    """One XID, from the kernel log (``source`` "kernel") or NVML ("nvml").
-
-    ``recovery_action`` is the driver's demand.
-    """
-
-    pci_bus_id: str
-    xid: int
-    source: str
-    text: str = ""
-    recovery_action: int | None = None
-    count: int = 1
 
 
 class PortRole(StrEnum):

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Set
+from typing import Any, NamedTuple
 
 import msgspec
 import xxhash
 
 from everstep.vocabulary import Action, Finding, FindingKind, Mode, Severity, gravest_by_key
+from everstep_agent.drivers.gpu_samples import GpuSample, LinkSample, XidEvent
 from everstep_agent.drivers.samples import (
     EARLIER_BOOT_S,
     EarlierBootSample,
-    GpuSample,
     HostSample,
-    LinkSample,
     MachinePart,
     PciErrorSample,
     SensorState,
-    XidEvent,
+    value_reader,
 )
 from everstep_agent.findings.boot_judgement import EARLIER_BOOT_SUBJECT, judge_earlier_boot
 from everstep_agent.findings.gpu_peers import compare_gpus
@@ -26,7 +25,7 @@ from everstep_agent.findings.kernel_lines import LineFindings
 from everstep_agent.findings.memory_errors import MemoryErrors
 from everstep_agent.findings.xid_history import XidHistory, XidRecord, wait_for_job_end
 from everstep_agent.node_profile.profile import NodeProfile
-from everstep_agent.policy.rules import ClearEvent, FindingPolicy, FindingRule, RuleHistory
+from everstep_agent.policy.rules import SCOPES, ClearEvent, FindingPolicy, FindingRule, RuleHistory
 from everstep_agent.policy.xids import DRAIN_AND_RESET, XidParser, is_known_recovery, recovery_action, recovery_name
 from everstep_agent.sensors.sensor_messages import PollResult
 
@@ -113,10 +112,11 @@ class FindingAssessor:
 
     def _use(self, policy: FindingPolicy) -> None:
         self._policy = policy
-        # Field names are computed once: Python's attribute cache keeps every new string used for a lookup.
-        self._rules_by_scope: dict[str, list[tuple[FindingRule, str]]] = {}
+        # Readers are made once: Python's attribute cache keeps every new string used for a lookup.
+        self._rules_by_scope: dict[str, list[tuple[FindingRule, Callable[[Any], Any]]]] = {}
         for rule in policy.rules:
-            self._rules_by_scope.setdefault(rule.scope, []).append((rule, rule.field))
+            reader = value_reader(SCOPES[rule.scope], rule.field)
+            self._rules_by_scope.setdefault(rule.scope, []).append((rule, reader))
         self._count_rules = {rule.id for rule in policy.rules if rule.metric == UNCORRECTED_METRIC}
 
     def change_policy(self, policy: FindingPolicy) -> bool:
@@ -145,14 +145,16 @@ class FindingAssessor:
         self._uptime_s = poll.host.uptime_s
         for gpu in poll.gpus:
             self._detect_reset(gpu)
-            self._dirty |= self._memory_errors.note_count(gpu.pci_bus_id, gpu.ecc_uncorrected, now.monotonic)
+            self._dirty |= self._memory_errors.note_count(
+                gpu.pci_bus_id, gpu.memory_errors.ecc_uncorrected, now.monotonic
+            )
             if (action := gpu.recovery_action) is not None:
                 self._dirty |= self.xid_history.clear_recovery_action(gpu.pci_bus_id, action, now.monotonic)
             self._apply_rules("gpu", gpu.pci_bus_id, gpu, gpu.error or gpu.failures, now)
-            for link in gpu.links if gpu.links_were_read else ():
+            for link in gpu.nvlink.links if gpu.links_were_read else ():
                 self._apply_rules("link", _link_subject(gpu.pci_bus_id, link.link), link, "", now)
-            if gpu.fabric is not None and gpu.links_were_read:
-                self._apply_rules("fabric", gpu.pci_bus_id, gpu.fabric, gpu.fabric.detail, now)
+            if (fabric := gpu.nvlink.fabric) is not None and gpu.links_were_read:
+                self._apply_rules("fabric", gpu.pci_bus_id, fabric, fabric.detail, now)
         compared = compare_gpus(poll.gpus, {gpu.uuid: gpu.name for gpu in poll.known_gpus})
         for bus_id, comparison in compared.items():
             self._apply_rules("gpu_peers", bus_id, comparison, "", now)
@@ -160,7 +162,7 @@ class FindingAssessor:
         for other in poll.other_gpus:
             self._apply_rules("vendor", other.vendor, other, "", now)
         self._dirty |= self._memory_errors.settle(now.monotonic)
-        self._far_ends |= {gpu.pci_bus_id: gpu.nvlink_far_ends for gpu in poll.gpus if any(gpu.nvlink_far_ends)}
+        self._far_ends |= {gpu.pci_bus_id: ends for gpu in poll.gpus if any(ends := gpu.nvlink.nvlink_far_ends)}
         ports = {port.name: port.identity for port in poll.ports}
         self._forget_ports(self._ports.keys() - ports.keys())
         self._ports = ports
@@ -232,7 +234,9 @@ class FindingAssessor:
     def _detect_reset(self, sample: GpuSample) -> None:
         """Detect a reset: the energy counter restarted, a lost GPU answers, or the driver no longer asks for one."""
         bus_id, before = sample.pci_bus_id, self._gpus.get(sample.pci_bus_id)
-        energy = sample.energy_j if sample.energy_j is not None or before is None else before.energy_j
+        energy = sample.power.energy_j
+        if energy is None and before is not None:
+            energy = before.energy_j
         uuid = sample.uuid or ("" if before is None else before.uuid)
         self._gpus[bus_id] = GpuResetState(uuid, energy, sample.lost, sample.recovery_action)
         if before is None or sample.lost or sample.error:
@@ -319,8 +323,8 @@ class FindingAssessor:
     # Rules
 
     def _apply_rules(self, scope: str, subject: str, sample: msgspec.Struct, detail: str, now: Instant) -> None:
-        for rule, field in self._rules_by_scope.get(scope, ()):
-            key, value = (rule.id, subject), getattr(sample, field)
+        for rule, read in self._rules_by_scope.get(scope, ()):
+            key, value = (rule.id, subject), read(sample)
             if (history := self._histories.get(key)) is None:
                 if value is None:  # a device has few of the values that rules know
                     continue
@@ -488,9 +492,10 @@ def _with_links(finding: Finding, sample: msgspec.Struct) -> Finding:
     if isinstance(sample, LinkSample):
         links, ends = str(sample.link), sample.far_end
     elif isinstance(sample, GpuSample) and finding.kind is FindingKind.GPU_NVLINK:
-        links = ", ".join(map(str, sample.nvlinks_down_at))
-        far_ends = dict(enumerate(sample.nvlink_far_ends))
-        ends = ", ".join(end for link in sample.nvlinks_down_at if (end := far_ends.get(link)))
+        down = sample.nvlink.nvlinks_down_at
+        links = ", ".join(map(str, down))
+        far_ends = dict(enumerate(sample.nvlink.nvlink_far_ends))
+        ends = ", ".join(end for link in down if (end := far_ends.get(link)))
     else:
         return finding
     evidence = {name: text for name, text in (("links", links), ("far_ends", ends)) if text}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from everstep_agent.drivers.samples import GpuPeerComparison, GpuSample
+from everstep_agent.drivers.gpu_samples import GpuPeerComparison, GpuSample
 
 MIN_OTHERS = 3
 """Other GPUs that tell which value is usual: of fewer, any may be the odd one."""
@@ -48,38 +48,39 @@ def compare_gpus(samples: Iterable[GpuSample], models: Mapping[str, str]) -> dic
 
 def _compare(gpu: GpuSample, others: Sequence[GpuSample]) -> GpuPeerComparison:
     clock = _clock_fraction(gpu, others)
-    is_set = bool((gpu.throttle_reasons or 0) & CLOCKS_SET)
-    usual_limit_w = _median(other.power_limit_w for other in others)
-    unknown = usual_limit_w is None or gpu.power_limit_w is None
+    is_set = bool((gpu.clocks.throttle_reasons or 0) & CLOCKS_SET)
+    usual_limit_w = _median(other.power.power_limit_w for other in others)
+    unknown = usual_limit_w is None or gpu.power.power_limit_w is None
+    errors, errors_of_others = gpu.memory_errors, [other.memory_errors for other in others]
     return GpuPeerComparison(
         clock_fraction=None if is_set else clock,
         set_clock_fraction=clock if is_set else None,
-        power_limit_gap_w=None if unknown else (usual_limit_w or 0.0) - (gpu.power_limit_w or 0.0),
+        power_limit_gap_w=None if unknown else (usual_limit_w or 0.0) - (gpu.power.power_limit_w or 0.0),
         ecc_off=_ecc_off(gpu, others),
-        dram_corrected=_if_many(gpu.ecc_dram_corrected, [other.ecc_dram_corrected for other in others]),
-        sram_corrected=_if_many(gpu.ecc_sram_corrected, [other.ecc_sram_corrected for other in others]),
+        dram_corrected=_if_many(errors.ecc_dram_corrected, [each.ecc_dram_corrected for each in errors_of_others]),
+        sram_corrected=_if_many(errors.ecc_sram_corrected, [each.ecc_sram_corrected for each in errors_of_others]),
     )
 
 
 def _clock_fraction(gpu: GpuSample, others: Sequence[GpuSample]) -> float | None:
     """Return the SM clock as a fraction of the others' median, while all are under load and nothing explains it."""
-    reasons, power_w, limit_w = gpu.throttle_reasons, gpu.power_w, gpu.power_limit_w
+    reasons, power_w, limit_w = gpu.clocks.throttle_reasons, gpu.power.power_w, gpu.power.power_limit_w
     if reasons is None or reasons & CLOCKS_LIMITED or power_w is None or limit_w is None:
         return None
-    if power_w >= POWER_HEADROOM * limit_w or gpu.sm_clock_mhz is None:
+    if power_w >= POWER_HEADROOM * limit_w or gpu.clocks.sm_clock_mhz is None:
         return None
-    if any((each.gpu_utilization or 0.0) < LOADED_UTILIZATION for each in (gpu, *others)):
+    if any((each.utilization.gpu_utilization or 0.0) < LOADED_UTILIZATION for each in (gpu, *others)):
         return None
-    usual_mhz = _median(other.sm_clock_mhz for other in others)
-    return gpu.sm_clock_mhz / usual_mhz if usual_mhz else None
+    usual_mhz = _median(other.clocks.sm_clock_mhz for other in others)
+    return gpu.clocks.sm_clock_mhz / usual_mhz if usual_mhz else None
 
 
 def _ecc_off(gpu: GpuSample, others: Sequence[GpuSample]) -> int | None:
     """Return 1 if the GPU's ECC is off and most others' is on."""
-    modes = [other.ecc_mode for other in others if other.ecc_mode is not None]
-    if gpu.ecc_mode is None or len(modes) < MIN_OTHERS:
+    modes = [mode for other in others if (mode := other.modes.ecc_mode) is not None]
+    if gpu.modes.ecc_mode is None or len(modes) < MIN_OTHERS:
         return None
-    return int(not gpu.ecc_mode and 2 * sum(modes) > len(modes))
+    return int(not gpu.modes.ecc_mode and 2 * sum(modes) > len(modes))
 
 
 def _if_many(count: int | None, others: Sequence[int | None]) -> int | None:

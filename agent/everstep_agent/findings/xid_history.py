@@ -7,7 +7,7 @@ from collections.abc import Callable
 import msgspec
 
 from everstep.vocabulary import Action, Finding, FindingKind, Mode, Severity
-from everstep_agent.drivers.samples import XidEvent
+from everstep_agent.drivers.gpu_samples import XidEvent
 from everstep_agent.findings.memory_errors import XID_UNCORRECTABLE, Containment
 from everstep_agent.policy.nvlink_errors import MAX_LINKS, LinkError, decode_link_error
 from everstep_agent.policy.rules import ClearEvent, FindingPolicy

@@ -10,7 +10,8 @@ from pathlib import Path
 from everstep.host.private_files import write_private
 from everstep.vocabulary import Action, Finding, Mode, Severity
 from everstep.wire.v1.node_status import GpuSummary, NodeHealth, PortSummary
-from everstep_agent.drivers.samples import GpuSample, PortPresence
+from everstep_agent.drivers.gpu_samples import GpuSample
+from everstep_agent.drivers.samples import PortPresence
 from everstep_agent.sensors.gauges import MAX_POLL_AGE_S
 from everstep_agent.sensors.sensor_messages import PollResult, SensorReport
 
@@ -66,11 +67,11 @@ def _gpu_summary(gpu: GpuSample, name: str) -> GpuSummary:
         name=name,
         uuid=gpu.uuid,
         error=gpu.error[:4096],
-        temperature_c=gpu.temperature_c,
-        power_w=gpu.power_w,
-        utilization=gpu.gpu_utilization,
-        memory_used_bytes=gpu.memory_used_bytes,
-        memory_total_bytes=gpu.memory_total_bytes,
+        temperature_c=gpu.temperatures.temperature_c,
+        power_w=gpu.power.power_w,
+        utilization=gpu.utilization.gpu_utilization,
+        memory_used_bytes=gpu.memory.memory_used_bytes,
+        memory_total_bytes=gpu.memory.memory_total_bytes,
     )
 
 

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from everstep.wire.v1.agent import Gpu
-from everstep_agent.drivers.samples import GpuSample, PortPresence, PortSample, Sample
+from everstep_agent.drivers.gpu_samples import GpuSample
+from everstep_agent.drivers.samples import PortPresence, PortSample, Sample
 from everstep_agent.sensors.sensor_messages import PollResult
 
 logger = logging.getLogger(__name__)
@@ -92,6 +93,10 @@ def _turned_on(before: float, now: float) -> float:
     return float(before == 0 and now > 0)
 
 
+NVLINKS_UP = "nvlinks_up"
+"""The value of a GPU that its sample does not have by name, but by link."""
+
+
 class ProfiledValue(NamedTuple):
     """One value that a profile holds. ``field`` is that of ``ProfileSample`` which receives the change."""
 
@@ -104,7 +109,7 @@ class ProfiledValue(NamedTuple):
 
 PROFILED: dict[str, tuple[ProfiledValue, ...]] = {
     GPU: (
-        ProfiledValue("nvlinks_up", "links_missing", _missing, peer_field="peer_links_missing"),
+        ProfiledValue(NVLINKS_UP, "links_missing", _missing, peer_field="peer_links_missing"),
         ProfiledValue(
             "pcie_generation_max", "pcie_generations_missing", _missing, peer_field="peer_generations_missing"
         ),
@@ -412,12 +417,12 @@ def _observe(poll: PollResult) -> Iterator[tuple[str, _Observed]]:
 
 
 def _observe_gpu(sample: GpuSample, identity: Gpu | None) -> _Observed:
-    up = [link.up for link in sample.links]
-    values = {each.name: _number(getattr(sample, each.name, None)) for each in PROFILED[GPU]}
+    up = [link.up for link in sample.nvlink.links]
+    values = {each.name: _number(sample.value(each.name)) for each in PROFILED[GPU] if each.name != NVLINKS_UP}
     # A GPU that is divided into instances offers no NVLinks.
     is_divided = bool(values["mig_mode"])
-    values["nvlinks_up"] = None if is_divided or not up or None in up else float(sum(map(bool, up)))
-    counts = {name: _number(getattr(sample, name)) for name, _, _ in COUNTS[GPU]}
+    values[NVLINKS_UP] = None if is_divided or not up or None in up else float(sum(map(bool, up)))
+    counts = {name: _number(sample.value(name)) for name, _, _ in COUNTS[GPU]}
     return _Observed(GPU, values, counts, "" if identity is None else identity.name, sample.uuid)
 
 

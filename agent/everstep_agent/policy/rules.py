@@ -27,14 +27,11 @@ import msgspec
 from everstep.errors import ConfigurationError
 from everstep.settings import find_line, load_table, read_text, suggest
 from everstep.vocabulary import Action, Finding, FindingKind, Mode, Severity
+from everstep_agent.drivers.gpu_samples import FabricSample, GpuPeerComparison, GpuSample, LinkSample
 from everstep_agent.drivers.samples import (
     DiskSample,
     EarlierBootSample,
-    FabricSample,
-    GpuPeerComparison,
-    GpuSample,
     HostSample,
-    LinkSample,
     MemoryModuleSample,
     NvlinkFabricSample,
     OtherGpusSample,
@@ -45,6 +42,7 @@ from everstep_agent.drivers.samples import (
     RaidArraySample,
     SensorState,
     UnitSample,
+    value_hints,
 )
 from everstep_agent.node_profile.profile import ProfileSample
 from everstep_agent.policy.xids import XidEntry, load_xid_table, unknown_xid_entry
@@ -425,12 +423,9 @@ def _apply_overrides(table: dict[int, XidEntry], overrides: dict[int, XidOverrid
 
 @functools.cache
 def metrics_of(struct: type[msgspec.Struct]) -> tuple[str, ...]:
-    """Return the names of a sample's fields and properties that are numbers."""
-    hints = {name: hint for name, hint in typing.get_type_hints(struct).items() if name in struct.__struct_fields__}
-    for name, member in vars(struct).items():
-        if isinstance(member, property) and member.fget is not None:
-            hints[name] = typing.get_type_hints(member.fget).get("return")
-    return tuple(name for name, hint in hints.items() if _is_number(hint) and not name.startswith("_"))
+    """Return the names of a sample's fields and properties that are numbers, those of its parts included."""
+    hints = value_hints(struct)
+    return tuple(name for name, (_, hint) in hints.items() if _is_number(hint) and not name.startswith("_"))
 
 
 def _is_number(hint: Any) -> bool:

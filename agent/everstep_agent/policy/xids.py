@@ -22,7 +22,7 @@ import msgspec
 
 from everstep.errors import ConfigurationError
 from everstep.vocabulary import Action, Severity
-from everstep_agent.drivers.samples import XidEvent
+from everstep_agent.drivers.gpu_samples import XidEvent
 
 # Meaning of each XID: the table ``xids.csv``, and the driver's own recovery actions.
 #

@@ -30,22 +30,29 @@ GPM_METRICS = {
 _GPM_VERSION = 1
 
 
-def read_activity(device: GpuDevice) -> dict[str, Any]:
-    """Return values of a ``GpuSample`` that change from second to second and are read rarely."""
+def read_video_utilization(device: GpuDevice) -> dict[str, float | None]:
+    """Return values of a ``GpuUtilization``: those of the video engines."""
     encoder = device.read("nvmlDeviceGetEncoderUtilization")
     decoder = device.read("nvmlDeviceGetDecoderUtilization")
-    memory = device.read("nvmlDeviceGetMemoryInfo", MEMORY_INFO_V2)
-    kibibytes = total(device.read_fields([(NVLINK_SENT, ALL_LINKS), (NVLINK_RECEIVED, ALL_LINKS)]))
     return {
         "encoder_utilization": None if encoder is None else encoder[0] / 100,
         "decoder_utilization": None if decoder is None else decoder[0] / 100,
-        "memory_reserved_bytes": None if memory is None else memory.reserved,
-        "nvlink_bytes": None if kibibytes is None else kibibytes << 10,
-        "vgpu_licensed": _vgpu_licensed(device),
     }
 
 
-def _vgpu_licensed(device: GpuDevice) -> int | None:
+def read_reserved_bytes(device: GpuDevice) -> int | None:
+    """Return the memory that the driver reserves."""
+    memory = device.read("nvmlDeviceGetMemoryInfo", MEMORY_INFO_V2)
+    return None if memory is None else int(memory.reserved)
+
+
+def read_nvlink_bytes(device: GpuDevice) -> int | None:
+    """Return the bytes that all links have sent and received."""
+    kibibytes = total(device.read_fields([(NVLINK_SENT, ALL_LINKS), (NVLINK_RECEIVED, ALL_LINKS)]))
+    return None if kibibytes is None else kibibytes << 10
+
+
+def read_vgpu_licence(device: GpuDevice) -> int | None:
     """Return 1 if a feature of vGPU is licensed, 0 if none is, as on a machine without vGPU."""
     features = device.read("nvmlDeviceGetGridLicensableFeatures")
     if features is None:
@@ -64,7 +71,7 @@ class GpuActivity:
     _is_supported: bool | None = None
 
     def read(self) -> dict[str, float]:
-        """Return the values of a ``GpuSample`` since the last reading; nothing at the first, and without GPM."""
+        """Return values of a ``GpuUtilization`` since the last reading; nothing at the first, and without GPM."""
         if self._is_supported is None:
             support = self.device.read("nvmlGpmQueryDeviceSupport")
             self._is_supported = support is not None and bool(support.isSupportedDevice)

@@ -12,15 +12,9 @@ from typing import Any
 
 from everstep_agent.drivers import fabric_services
 from everstep_agent.drivers.fabric_services import FABRIC_MANAGER, IMEX
+from everstep_agent.drivers.gpu_samples import FabricSample, FabricState, GpuPeerSample, GpuSample, LinkSample
 from everstep_agent.drivers.nvml import GpuDevice, call
-from everstep_agent.drivers.samples import (
-    FabricSample,
-    FabricState,
-    GpuPeerSample,
-    GpuSample,
-    LinkSample,
-    NvlinkFabricSample,
-)
+from everstep_agent.drivers.samples import NvlinkFabricSample
 from everstep_agent.sensors.nvlinks import SWITCH
 
 PEERS_EVERY = 6
@@ -53,7 +47,7 @@ class GpuFabric:
     seen_active: set[int] = field(default_factory=set)
 
     def read(self, device: GpuDevice, links: tuple[LinkSample, ...]) -> dict[str, Any]:
-        """Return the values of a ``GpuSample``."""
+        """Return values of a ``GpuNvlink``."""
         has_switch_links = any(link.up and link.far_end.startswith(SWITCH) for link in links)
         return {"fabric": _fabric_sample(device.fabric_info(), has_switch_links), **self._read_c2c(device)}
 
@@ -141,7 +135,7 @@ class NvlinkFabricSensor:
         return NvlinkFabricSample(
             switches=self._switches,
             manager_running=FABRIC_MANAGER in self._pids if self._sees_host else None,
-            imex_wanted=self._is_imex_configured and any(gpu.processes for gpu in gpus),
+            imex_wanted=self._is_imex_configured and any(gpu.processes.processes for gpu in gpus),
             imex_running=IMEX in self._pids if self._sees_host else None,
             domains=len(domains) or None,
             unreachable_pairs=None if pairs is None else len(pairs),
@@ -164,8 +158,9 @@ def _domains(gpus: tuple[GpuSample, ...]) -> list[str]:
     """Return the fabrics and cliques that GPUs have joined, each with its GPUs in words."""
     found: dict[tuple[str, int | None], list[str]] = {}
     for gpu in gpus:
-        if gpu.fabric is not None and gpu.fabric.is_joined:
-            found.setdefault((gpu.fabric.cluster, gpu.fabric.clique), []).append(gpu.pci_bus_id)
+        fabric = gpu.nvlink.fabric
+        if fabric is not None and fabric.is_joined:
+            found.setdefault((fabric.cluster, fabric.clique), []).append(gpu.pci_bus_id)
     return [f"{', '.join(names)} in clique {clique} of {cluster}" for (cluster, clique), names in found.items()]
 
 
@@ -176,9 +171,9 @@ def _unreachable_pairs(gpus: tuple[GpuSample, ...]) -> list[tuple[str, str]] | N
     decides, or an IOMMU, and nothing is wrong.
     """
     judged = {
-        gpu.pci_bus_id: gpu.peers
+        gpu.pci_bus_id: gpu.nvlink.peers
         for gpu in gpus
-        if gpu.peers and gpu.fabric is not None and gpu.fabric.has_switch_links and gpu.fabric.is_joined
+        if gpu.nvlink.peers and (fabric := gpu.nvlink.fabric) and fabric.has_switch_links and fabric.is_joined
     }
     pairs = {
         (min(bus_id, peer.pci_bus_id), max(bus_id, peer.pci_bus_id)): peer.status

@@ -14,14 +14,8 @@ from everstep.wire.v1.agent import (
     GpuModes,
     NetworkAdapter,
 )
-from everstep_agent.drivers.samples import (
-    FABRIC_ROLES,
-    THROTTLE_REASONS,
-    GpuSample,
-    HardwareSamples,
-    HostSample,
-    PortSample,
-)
+from everstep_agent.drivers.gpu_samples import THROTTLE_REASONS, GpuSample
+from everstep_agent.drivers.samples import FABRIC_ROLES, HardwareSamples, HostSample, PortSample
 from everstep_agent.sensors.sensor_messages import SensorReport
 
 MAX_POLL_AGE_S = 10.0
@@ -55,21 +49,21 @@ def gpu_gauges(report: SensorReport, now: float) -> tuple[GpuGauges, ...]:
 
 
 def _gauges(sample: GpuSample) -> GpuGauges:
-    reasons = sample.throttle_reasons or 0
+    reasons = sample.clocks.throttle_reasons or 0
     return GpuGauges(
         index=sample.index,
         is_lost=sample.lost,
-        temperature_c=sample.temperature_c,
-        memory_temperature_c=sample.memory_temperature_c,
-        power_w=_rounded(sample.power_w, 1),
-        power_limit_w=_rounded(sample.power_limit_w, 1),
-        utilization=_rounded(sample.gpu_utilization, 3),
-        memory_used_bytes=_plausible(sample.memory_used_bytes),
-        sm_clock_mhz=sample.sm_clock_mhz,
-        memory_clock_mhz=sample.memory_clock_mhz,
+        temperature_c=sample.temperatures.temperature_c,
+        memory_temperature_c=sample.temperatures.memory_temperature_c,
+        power_w=_rounded(sample.power.power_w, 1),
+        power_limit_w=_rounded(sample.power.power_limit_w, 1),
+        utilization=_rounded(sample.utilization.gpu_utilization, 3),
+        memory_used_bytes=_plausible(sample.memory.memory_used_bytes),
+        sm_clock_mhz=sample.clocks.sm_clock_mhz,
+        memory_clock_mhz=sample.clocks.memory_clock_mhz,
         throttled_by=tuple(name for name, bits in THROTTLE_REASONS.items() if reasons & bits),
-        ecc_corrected=_plausible(sample.ecc_corrected),
-        ecc_uncorrected=_plausible(sample.ecc_uncorrected),
+        ecc_corrected=_plausible(sample.memory_errors.ecc_corrected),
+        ecc_uncorrected=_plausible(sample.memory_errors.ecc_uncorrected),
     )
 
 
@@ -86,9 +80,9 @@ def gpu_modes(gpus: Iterable[GpuSample]) -> GpuModes:
     """Return the modes of the GPUs that can be read."""
     samples = tuple(gpus)
     return GpuModes(
-        ecc=_modes(sample.ecc_mode for sample in samples),
-        mig=_modes(sample.mig_mode for sample in samples),
-        persistence=_modes(sample.persistence_mode for sample in samples),
+        ecc=_modes(sample.modes.ecc_mode for sample in samples),
+        mig=_modes(sample.modes.mig_mode for sample in samples),
+        persistence=_modes(sample.modes.persistence_mode for sample in samples),
     )
 
 

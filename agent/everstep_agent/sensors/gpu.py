@@ -10,11 +10,32 @@ import msgspec
 
 from everstep.wire.v1.agent import Gpu
 from everstep_agent.drivers import nvml
+from everstep_agent.drivers.gpu_samples import (
+    GpuClocks,
+    GpuDriverModes,
+    GpuMemory,
+    GpuMemoryErrors,
+    GpuNvlink,
+    GpuPcieLink,
+    GpuPeerSample,
+    GpuPower,
+    GpuProcesses,
+    GpuSample,
+    GpuTemperatures,
+    GpuUtilization,
+    LinkSample,
+    XidEvent,
+)
 from everstep_agent.drivers.nvml import GpuDevice, Nvml, NvmlError, Outcome
 from everstep_agent.drivers.pci_gpus import PciGpu
-from everstep_agent.drivers.samples import GpuPeerSample, GpuSample, LinkSample, XidEvent
 from everstep_agent.drivers.sysfs import PcieLimit
-from everstep_agent.sensors.activity import GpuActivity, read_activity
+from everstep_agent.sensors.activity import (
+    GpuActivity,
+    read_nvlink_bytes,
+    read_reserved_bytes,
+    read_vgpu_licence,
+    read_video_utilization,
+)
 from everstep_agent.sensors.fabric import PEERS_EVERY, GpuFabric, read_peers
 from everstep_agent.sensors.nvlinks import NvLinks, total
 
@@ -44,7 +65,7 @@ class OpenGpu:
     device: GpuDevice
     identity: Gpu
     identified: Outcome  # how the calls for the identity ended
-    slow_values: dict[str, Any] | None = None
+    slow: GpuSample | None = None  # the slow values, without any that is read at each poll
     slow_outcome: Outcome = field(default_factory=Outcome)
     slow_readings: int = 0
     peers: tuple[GpuPeerSample, ...] = ()
@@ -270,48 +291,72 @@ class GpuSensor:
         bus_id = identity.pci_bus_id
         self.set_activity(f"gpu {identity.index} at {bus_id}")
         fast = gpu.device.start_pass()
-        values = _read_fast_values(gpu.device)
+        recovery_action, now = _read_fast_values(gpu.device)
         if fast.is_lost:
             return GpuSample(**_where(identity), lost=True, error=fast.summary)
-        if gpu.slow_values is None or (self._polls + identity.index) % self.slow_every == 0:
-            self._read_slowly(gpu)
-            values["pcie_utilization"] = values["gpu_utilization"]
-            values["links_were_read"] = True
-        slow = gpu.slow_values or {}
-        if values["temperature_margin_c"] is None:
-            values["temperature_margin_c"] = _difference(slow.get("slowdown_temperature_c"), values["temperature_c"])
-        if fast.is_reset_required and values["recovery_action"] is None:
-            values["recovery_action"] = 1
+        is_due = gpu.slow is None or (self._polls + identity.index) % self.slow_every == 0
+        slow = gpu.slow = self._read_slowly(gpu) if gpu.slow is None or is_due else gpu.slow
+        if is_due:
+            now["pcie"] = {"pcie_utilization": now["utilization"]["gpu_utilization"]}
+        heat = now["temperatures"]
+        if heat["temperature_margin_c"] is None:
+            heat["temperature_margin_c"] = _difference(slow.temperatures.slowdown_temperature_c, heat["temperature_c"])
+        if fast.is_reset_required and recovery_action is None:
+            recovery_action = 1
         errors = [*gpu.identified.errors, *fast.errors, *gpu.slow_outcome.errors]
-        return GpuSample(
-            **_where(gpu.identity),
-            **values,
-            **slow,
-            sees_all_processes=self.sees_all_processes,
+        return msgspec.structs.replace(
+            slow,
             error=fast.summary if fast.is_unreadable else "",
             failed_values=len(errors),
             failures=Outcome(errors=errors).summary,
+            recovery_action=recovery_action,
+            links_were_read=is_due,
+            **{part: msgspec.structs.replace(getattr(slow, part), **values) for part, values in now.items()},
         )
 
-    def _read_slowly(self, gpu: OpenGpu) -> None:
+    def _read_slowly(self, gpu: OpenGpu) -> GpuSample:
         """Read the slow values, and again those of the identity that failed."""
         bus_id = gpu.identity.pci_bus_id
         if gpu.identified.errors:
             gpu.identified = gpu.device.start_pass()
             again = gpu.device.identify(gpu.identity.index)
             gpu.identity = self.known_gpus[bus_id] = _merged(again, gpu.identity, bus_id)
-        gpu.slow_outcome = gpu.device.start_pass()
+        device = gpu.device
+        gpu.slow_outcome = device.start_pass()
         name = gpu.identity.uuid or bus_id
-        slow = _read_slow_values(gpu.device, self._limits.get(bus_id, NO_PCIE_LIMIT))
-        links = self._links.setdefault(name, NvLinks()).read(gpu.device)
-        fabric = self._fabrics.setdefault(name, GpuFabric()).read(gpu.device, links)
+        modes = _read_modes(device)
+        links = self._links.setdefault(name, NvLinks()).read(device)
+        fabric = self._fabrics.setdefault(name, GpuFabric()).read(device, links)
         if gpu.slow_readings % PEERS_EVERY == 0:
             others = {other_id: other.device for other_id, other in self._open.items() if other is not gpu}
             # A GPU that is divided by MIG has no peers.
-            gpu.peers = () if slow["mig_mode"] else read_peers(gpu.device, others)
+            gpu.peers = () if modes.mig_mode else read_peers(device, others)
         gpu.slow_readings += 1
-        activity = read_activity(gpu.device) | (gpu.activity.read() if self.reads_gpm else {})
-        gpu.slow_values = slow | _link_values(links) | fabric | activity | {"peers": gpu.peers}
+        nvlink = _link_values(links) | fabric | {"peers": gpu.peers, "nvlink_bytes": read_nvlink_bytes(device)}
+        busy = read_video_utilization(device) | (gpu.activity.read() if self.reads_gpm else {})
+        return GpuSample(
+            **_where(gpu.identity),
+            temperatures=GpuTemperatures(
+                slowdown_temperature_c=_threshold_c(device, _SLOWDOWN_THRESHOLD),
+                memory_temperature_limit_c=_threshold_c(device, _MEMORY_THRESHOLD),
+            ),
+            power=GpuPower(
+                power_limit_w=_scaled(device.read("nvmlDeviceGetEnforcedPowerLimit"), 1e-3),
+                power_limit_default_w=_scaled(device.read("nvmlDeviceGetPowerManagementDefaultLimit"), 1e-3),
+            ),
+            clocks=GpuClocks(memory_clock_mhz=device.read("nvmlDeviceGetClockInfo", _CLOCK_MEMORY)),
+            memory=GpuMemory(memory_reserved_bytes=read_reserved_bytes(device)),
+            memory_errors=_read_memory_errors(device),
+            modes=modes,
+            pcie=_read_pcie_link(device, self._limits.get(bus_id, NO_PCIE_LIMIT)),
+            nvlink=GpuNvlink(**nvlink),
+            utilization=GpuUtilization(**busy),
+            processes=GpuProcesses(
+                processes=_number(device.read("nvmlDeviceGetComputeRunningProcesses_v3")),
+                graphics_processes=_number(device.read("nvmlDeviceGetGraphicsRunningProcesses_v3")),
+                sees_all_processes=self.sees_all_processes,
+            ),
+        )
 
 
 def _look_at(index: int, handle: Any) -> OpenGpu | Absence:
@@ -354,33 +399,41 @@ nvmlTemperatureSensors_t, nvmlTemperatureThresholds_t."""
 _HIGHEST_LIMIT_C = 150
 """Degrees above which a threshold is no limit of a chip. NVML answers 0 or a huge number where it knows none."""
 
-_FAST_FIELDS = {
-    "memory_temperature_c": 82,
-    "energy_j": 83,
-    "remap_pending": 144,
-    "remap_failure": 145,
-    "recovery_action": 230,
-}
-_SLOW_FIELDS = {"remapped_corrected": 142, "remapped_uncorrected": 143, "pcie_fatal_errors": 180}
+_MEMORY_TEMPERATURE, _ENERGY, _REMAP_PENDING, _REMAP_FAILURE, _RECOVERY_ACTION = 82, 83, 144, 145, 230
+_REMAPPED_CORRECTED, _REMAPPED_UNCORRECTED, _PCIE_FATAL_ERRORS = 142, 143, 180
 """Numbers of nvml.h: NVML_FI_DEV_*."""
 
 
-def _read_fast_values(device: GpuDevice) -> dict[str, Any]:
-    """Read the values that change from second to second."""
+def _read_fast_values(device: GpuDevice) -> tuple[int | None, dict[str, dict[str, Any]]]:
+    """Read the values that change from second to second: the recovery action, and the others by part of the sample."""
     memory = device.read("nvmlDeviceGetMemoryInfo")
     utilization = device.read("nvmlDeviceGetUtilizationRates")
-    fields = dict(zip(_FAST_FIELDS, device.read_fields(tuple(_FAST_FIELDS.values())), strict=True))
-    return fields | {
-        "energy_j": _scaled(fields["energy_j"], 1e-3),
-        "temperature_c": device.read("nvmlDeviceGetTemperature", _CORE_TEMPERATURE),
-        "temperature_margin_c": device.read("nvmlDeviceGetMarginTemperature"),
-        "power_w": _scaled(device.read("nvmlDeviceGetPowerUsage"), 1e-3),
-        "sm_clock_mhz": device.read("nvmlDeviceGetClockInfo", _CLOCK_SM),
-        "throttle_reasons": _throttle_reasons(device),
-        "memory_used_bytes": None if memory is None else memory.used,
-        "memory_total_bytes": None if memory is None else memory.total,
-        "gpu_utilization": None if utilization is None else utilization.gpu / 100,
-        "memory_utilization": None if utilization is None else utilization.memory / 100,
+    memory_temperature_c, energy_mj, remap_pending, remap_failure, recovery_action = device.read_fields(
+        (_MEMORY_TEMPERATURE, _ENERGY, _REMAP_PENDING, _REMAP_FAILURE, _RECOVERY_ACTION)
+    )
+    return recovery_action, {
+        "temperatures": {
+            "temperature_c": device.read("nvmlDeviceGetTemperature", _CORE_TEMPERATURE),
+            "temperature_margin_c": device.read("nvmlDeviceGetMarginTemperature"),
+            "memory_temperature_c": memory_temperature_c,
+        },
+        "power": {
+            "power_w": _scaled(device.read("nvmlDeviceGetPowerUsage"), 1e-3),
+            "energy_j": _scaled(energy_mj, 1e-3),
+        },
+        "clocks": {
+            "sm_clock_mhz": device.read("nvmlDeviceGetClockInfo", _CLOCK_SM),
+            "throttle_reasons": _throttle_reasons(device),
+        },
+        "memory": {
+            "memory_used_bytes": None if memory is None else memory.used,
+            "memory_total_bytes": None if memory is None else memory.total,
+        },
+        "memory_errors": {"remap_pending": remap_pending, "remap_failure": remap_failure},
+        "utilization": {
+            "gpu_utilization": None if utilization is None else utilization.gpu / 100,
+            "memory_utilization": None if utilization is None else utilization.memory / 100,
+        },
     }
 
 
@@ -390,31 +443,22 @@ def _throttle_reasons(device: GpuDevice) -> int | None:
     return device.read("nvmlDeviceGetCurrentClocksThrottleReasons") if reasons is None else reasons
 
 
-def _read_slow_values(device: GpuDevice, limit: PcieLimit) -> dict[str, Any]:
-    """Read the values that change rarely."""
-    fields = dict(zip(_SLOW_FIELDS, device.read_fields(tuple(_SLOW_FIELDS.values())), strict=True))
+def _read_pcie_link(device: GpuDevice, limit: PcieLimit) -> GpuPcieLink:
+    """Read the state and the counters of the link; ``limit`` is that of its slot."""
+    (fatal_errors,) = device.read_fields((_PCIE_FATAL_ERRORS,))
     generation_max = device.read("nvmlDeviceGetMaxPcieLinkGeneration")
     width_max = device.read("nvmlDeviceGetMaxPcieLinkWidth")
-    return (
-        fields
-        | _read_memory_errors(device)
-        | _read_settings(device)
-        | {
-            "slowdown_temperature_c": _threshold_c(device, _SLOWDOWN_THRESHOLD),
-            "memory_temperature_limit_c": _threshold_c(device, _MEMORY_THRESHOLD),
-            "memory_clock_mhz": device.read("nvmlDeviceGetClockInfo", _CLOCK_MEMORY),
-            "pcie_replays": device.read("nvmlDeviceGetPcieReplayCounter"),
-            "pcie_generation": device.read("nvmlDeviceGetCurrPcieLinkGeneration"),
-            "pcie_generation_max": _lesser_limit(generation_max, limit.generation),
-            "pcie_width": device.read("nvmlDeviceGetCurrPcieLinkWidth"),
-            "pcie_width_max": _lesser_limit(width_max, limit.width),
-            "processes": _number(device.read("nvmlDeviceGetComputeRunningProcesses_v3")),
-            "graphics_processes": _number(device.read("nvmlDeviceGetGraphicsRunningProcesses_v3")),
-        }
+    return GpuPcieLink(
+        pcie_replays=device.read("nvmlDeviceGetPcieReplayCounter"),
+        pcie_fatal_errors=fatal_errors,
+        pcie_generation=device.read("nvmlDeviceGetCurrPcieLinkGeneration"),
+        pcie_generation_max=_lesser_limit(generation_max, limit.generation),
+        pcie_width=device.read("nvmlDeviceGetCurrPcieLinkWidth"),
+        pcie_width_max=_lesser_limit(width_max, limit.width),
     )
 
 
-def _read_memory_errors(device: GpuDevice) -> dict[str, Any]:
+def _read_memory_errors(device: GpuDevice) -> GpuMemoryErrors:
     """Read the counts of memory errors and the state of spare rows."""
 
     def errors_in(kind: int, location: int) -> int | None:
@@ -423,36 +467,37 @@ def _read_memory_errors(device: GpuDevice) -> dict[str, Any]:
 
     sram = device.sram_status()
     banks = device.read("nvmlDeviceGetRowRemapperHistogram")
-    return {
-        "ecc_corrected": device.read("nvmlDeviceGetTotalEccErrors", _CORRECTED, _SINCE_LOADED),
-        "ecc_uncorrected": device.read("nvmlDeviceGetTotalEccErrors", _UNCORRECTED, _SINCE_LOADED),
-        "ecc_uncorrected_lifetime": device.read("nvmlDeviceGetTotalEccErrors", _UNCORRECTED, _LIFETIME),
-        "ecc_dram_corrected": errors_in(_CORRECTED, _DRAM),
-        "ecc_dram_uncorrected": errors_in(_UNCORRECTED, _DRAM),
-        "ecc_sram_corrected": errors_in(_CORRECTED, _SRAM),
-        "ecc_sram_uncorrected": errors_in(_UNCORRECTED, _SRAM),
-        "ecc_sram_uncorrected_lifetime": sram and sram.aggregateUncParity + sram.aggregateUncSecDed,
-        "sram_threshold_exceeded": sram and int(sram.bThresholdExceeded),
-        "banks_low_on_spare_rows": banks and banks.low,
-        "banks_without_spare_rows": banks and banks.none,
-        "retired_pages": device.retired_pages(),
-        "retired_pages_pending": device.read("nvmlDeviceGetRetiredPagesPendingStatus"),
-    }
+    remapped_corrected, remapped_uncorrected = device.read_fields((_REMAPPED_CORRECTED, _REMAPPED_UNCORRECTED))
+    return GpuMemoryErrors(
+        ecc_corrected=device.read("nvmlDeviceGetTotalEccErrors", _CORRECTED, _SINCE_LOADED),
+        ecc_uncorrected=device.read("nvmlDeviceGetTotalEccErrors", _UNCORRECTED, _SINCE_LOADED),
+        ecc_uncorrected_lifetime=device.read("nvmlDeviceGetTotalEccErrors", _UNCORRECTED, _LIFETIME),
+        ecc_dram_corrected=errors_in(_CORRECTED, _DRAM),
+        ecc_dram_uncorrected=errors_in(_UNCORRECTED, _DRAM),
+        ecc_sram_corrected=errors_in(_CORRECTED, _SRAM),
+        ecc_sram_uncorrected=errors_in(_UNCORRECTED, _SRAM),
+        ecc_sram_uncorrected_lifetime=sram and sram.aggregateUncParity + sram.aggregateUncSecDed,
+        sram_threshold_exceeded=sram and int(sram.bThresholdExceeded),
+        remapped_corrected=remapped_corrected,
+        remapped_uncorrected=remapped_uncorrected,
+        banks_low_on_spare_rows=banks and banks.low,
+        banks_without_spare_rows=banks and banks.none,
+        retired_pages=device.retired_pages(),
+        retired_pages_pending=device.read("nvmlDeviceGetRetiredPagesPendingStatus"),
+    )
 
 
-def _read_settings(device: GpuDevice) -> dict[str, Any]:
-    """Read what an administrator sets."""
+def _read_modes(device: GpuDevice) -> GpuDriverModes:
     ecc_mode, ecc_mode_pending = device.read("nvmlDeviceGetEccMode") or (None, None)
     mig_mode, mig_mode_pending = device.read("nvmlDeviceGetMigMode") or (None, None)
-    return {
-        "power_limit_w": _scaled(device.read("nvmlDeviceGetEnforcedPowerLimit"), 1e-3),
-        "power_limit_default_w": _scaled(device.read("nvmlDeviceGetPowerManagementDefaultLimit"), 1e-3),
-        "ecc_mode": ecc_mode,
-        "ecc_mode_pending": ecc_mode_pending,
-        "mig_mode": mig_mode,
-        "mig_mode_pending": mig_mode_pending,
-        "persistence_mode": device.read("nvmlDeviceGetPersistenceMode"),
-    }
+    return GpuDriverModes(
+        ecc_mode=ecc_mode,
+        ecc_mode_pending=ecc_mode_pending,
+        mig_mode=mig_mode,
+        mig_mode_pending=mig_mode_pending,
+        persistence_mode=device.read("nvmlDeviceGetPersistenceMode"),
+        vgpu_licensed=read_vgpu_licence(device),
+    )
 
 
 def _number(processes: list[Any] | None) -> int | None:
@@ -460,7 +505,7 @@ def _number(processes: list[Any] | None) -> int | None:
 
 
 def _link_values(links: tuple[LinkSample, ...]) -> dict[str, Any]:
-    """Return the values of a GPU's links together."""
+    """Return the values of a GPU's links together, by field of ``GpuNvlink``."""
     seen_up = [link for link in links if link.was_up]
     down = tuple(link.link for link in seen_up if link.up is False)
     return {

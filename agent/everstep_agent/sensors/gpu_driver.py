@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple, Protocol
 
 from everstep.wire.v1.agent import Gpu
-from everstep_agent.drivers.samples import GpuSample, XidEvent
+from everstep_agent.drivers.gpu_samples import GpuSample, XidEvent
 
 
 class DriverError(NamedTuple):

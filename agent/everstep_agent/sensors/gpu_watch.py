@@ -15,7 +15,7 @@ import msgspec
 
 from everstep.clock import Clock
 from everstep.wire.v1.agent import Gpu
-from everstep_agent.drivers.samples import GpuSample, XidEvent
+from everstep_agent.drivers.gpu_samples import GpuSample, XidEvent
 from everstep_agent.sensors.gpu import Absence, GpuSensor
 from everstep_agent.sensors.gpu_driver import DriverError
 

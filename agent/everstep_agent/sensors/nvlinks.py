@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from everstep_agent.drivers.gpu_samples import LinkSample
 from everstep_agent.drivers.nvml import MAX_NVLINKS, GpuDevice, kernel_bus_id
-from everstep_agent.drivers.samples import LinkSample
 
 REPLAYS, RECOVERIES, CRC_ERRORS = 161, 162, 163
 PACKET_ERRORS = (206, 207, 208, 209, 210, 211)

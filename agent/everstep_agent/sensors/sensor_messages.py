@@ -6,9 +6,9 @@ import msgspec
 
 from everstep.vocabulary import Finding
 from everstep.wire.v1.agent import UNKNOWN_HOST, Gpu, Host
+from everstep_agent.drivers.gpu_samples import GpuSample, XidEvent
 from everstep_agent.drivers.samples import (
     EarlierBoot,
-    GpuSample,
     HardwareSamples,
     HostSample,
     InventorySample,
@@ -17,7 +17,6 @@ from everstep_agent.drivers.samples import (
     PathSample,
     PortSample,
     Sample,
-    XidEvent,
 )
 from everstep_agent.virtual.scenario import Scenario
 

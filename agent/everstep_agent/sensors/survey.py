@@ -20,7 +20,7 @@ from everstep_agent.config import PROGRAM
 from everstep_agent.drivers import nvml
 from everstep_agent.drivers.kmsg import KernelLog, LogPosition, is_null_device
 from everstep_agent.drivers.pci_gpus import PciGpu, pci_gpus
-from everstep_agent.drivers.samples import FABRIC_ROLES, GpuSample, Sample
+from everstep_agent.drivers.samples import FABRIC_ROLES, Sample, flat_fields
 from everstep_agent.sensors.gpu import GpuSensor
 from everstep_agent.sensors.hardware import HostHardwareSensor
 from everstep_agent.sensors.host import HostSensor
@@ -184,9 +184,9 @@ def check_gpus(on_bus: list[PciGpu]) -> Iterator[CheckResult]:
     sensor.close()
 
 
-def _coverage(sample: Sample | GpuSample, skipped: tuple[str, ...]) -> str:
+def _coverage(sample: Sample, skipped: tuple[str, ...]) -> str:
     """Return how many values a sample has, and the names of those that this machine does not offer."""
-    values = {name: getattr(sample, name) for name in sample.__struct_fields__ if name not in skipped}
+    values = {name: value for name, value in flat_fields(sample).items() if name not in skipped}
     absent = [name for name, value in values.items() if value is None]
     found = f"{len(values) - len(absent)} values are read"
     return found + (f"; not offered here: {_listed(absent, len(absent))}" if absent else "")

@@ -10,9 +10,12 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from everstep.clock import ManualClock
 from everstep.system_clock import SYSTEM_CLOCK
-from everstep_agent.drivers.samples import GpuSample, HostSample
+from everstep_agent.drivers.gpu_samples import GpuSample
+from everstep_agent.drivers.samples import HostSample, value_hints
 from everstep_agent.findings.assessment import AssessorState, FindingAssessor, Instant
 from everstep_agent.findings.monitor import SensorMonitor, SensorSettings
 from everstep_agent.policy.rules import FindingPolicy, load_policy
@@ -24,8 +27,21 @@ DEADLINE_S = 60.0
 
 
 def gpu(**values: Any) -> GpuSample:
-    """Return a sample of a healthy GPU. ``values``: other values of fields."""
-    return GpuSample(**{"index": 0, "pci_bus_id": BUS, "uuid": "GPU-a", "recovery_action": 0, **values})
+    """Return a sample of a healthy GPU. ``values``: other values, named as in rules."""
+    return with_values(GpuSample(index=0, pci_bus_id=BUS, uuid="GPU-a", recovery_action=0), **values)
+
+
+def with_values(sample: GpuSample, **values: Any) -> GpuSample:
+    """Return the sample with other values, which are named as in rules: ``remap_pending``."""
+    changes: dict[str, Any] = {}
+    for name, value in values.items():
+        part, _, field = value_hints(GpuSample)[name][0].rpartition(".")
+        if part:
+            before = changes.get(part, getattr(sample, part))
+            changes[part] = msgspec.structs.replace(before, **{field: value})
+        else:
+            changes[field] = value
+    return msgspec.structs.replace(sample, **changes)
 
 
 def poll(*gpus: GpuSample, **values: Any) -> PollResult:
@@ -67,11 +83,9 @@ class TimedAssessor:
 
 
 def _with_energy(sample: GpuSample, seconds: float) -> GpuSample:
-    import msgspec
-
-    if sample.energy_j is not None or sample.lost or sample.error:
+    if sample.power.energy_j is not None or sample.lost or sample.error:
         return sample
-    return msgspec.structs.replace(sample, energy_j=1000.0 + seconds)
+    return with_values(sample, energy_j=1000.0 + seconds)
 
 
 class Control:

@@ -20,13 +20,11 @@ from everstep.vocabulary import Finding, FindingKind, Severity
 from everstep.wire.v1.agent import Domain, Gpu
 from everstep.wire.v1.local import StatisticsAnswer
 from everstep_agent import metrics
+from everstep_agent.drivers.gpu_samples import FabricSample, GpuSample, LinkSample
 from everstep_agent.drivers.samples import (
     DiskSample,
-    FabricSample,
-    GpuSample,
     HardwareSamples,
     HostSample,
-    LinkSample,
     MemoryModuleSample,
     NvlinkFabricSample,
     OtherGpusSample,
@@ -38,13 +36,10 @@ from everstep_agent.metrics import AgentCollector, AgentMetrics, MetricsServer, 
 from everstep_agent.sensors.gpu import GpuSensor
 from everstep_agent.sensors.sensor_messages import PollResult, SensorReport
 from everstep_agent.virtual.scenario import VirtualMachine
-from tests.support.agents.sensors import Control
+from tests.support.agents.sensors import BUS, Control, gpu, with_values
 
 DEADLINE_S = 60.0
-BUS = "0000:1b:00"
-SAMPLE = GpuSample(
-    index=0,
-    pci_bus_id=BUS,
+SAMPLE = gpu(
     uuid="GPU-0",
     temperature_c=45,
     power_w=320.0,
@@ -140,7 +135,7 @@ def test_failure_domains_are_labels_of_an_info_series() -> None:
 
 def test_nvlinks_have_series_of_their_own() -> None:
     links = (LinkSample(link=0, up=True, errors=0), LinkSample(link=7, up=False, errors=5))
-    samples = shown(sensor_report=a_report(GpuSample(index=0, pci_bus_id=BUS, uuid="GPU-0", links=links)))
+    samples = shown(sensor_report=a_report(gpu(uuid="GPU-0", links=links)))
     assert value(samples, "everstep_nvlink_up", gpu="0", link="7") == 0
     assert value(samples, "everstep_nvlink_errors_total", gpu="0", link="7") == 5
     assert value(samples, "everstep_nvlink_errors_total", gpu="0", link="0") == 0
@@ -150,7 +145,7 @@ def test_nvlinks_have_series_of_their_own() -> None:
 def test_fabric_and_gpus_of_other_vendors_have_series() -> None:
     fabric = NvlinkFabricSample(switches=4, manager_running=False, unreachable_pairs=1)
     other = OtherGpusSample(vendor="AMD", unwatched=8)
-    joining = GpuSample(index=0, pci_bus_id=BUS, uuid="GPU-0", fabric=FabricSample(state=2), c2c_links_down=1)
+    joining = gpu(uuid="GPU-0", fabric=FabricSample(state=2), c2c_links_down=1)
     report = a_report(joining)
     poll = msgspec.structs.replace(report.poll, fabric=fabric, other_gpus=(other,))
     samples = shown(sensor_report=msgspec.structs.replace(report, poll=poll))
@@ -163,7 +158,7 @@ def test_fabric_and_gpus_of_other_vendors_have_series() -> None:
 
 
 def test_lost_gpu_keeps_its_series_with_up_zero() -> None:
-    samples = shown(sensor_report=a_report(GpuSample(index=0, pci_bus_id=BUS, uuid="GPU-0", lost=True)))
+    samples = shown(sensor_report=a_report(gpu(uuid="GPU-0", lost=True)))
     assert value(samples, "everstep_gpu_up", gpu="0") == 0
     assert math.isnan(value(samples, "everstep_gpu_temperature_celsius", gpu="0"))
 
@@ -277,7 +272,7 @@ def test_all_default_series_of_dcgm_exporter_are_shown(machine: VirtualMachine, 
 
 
 def test_memory_that_the_driver_reserves_is_not_used() -> None:
-    reserving = msgspec.structs.replace(SAMPLE, memory_reserved_bytes=1 << 30)
+    reserving = with_values(SAMPLE, memory_reserved_bytes=1 << 30)
     samples = shown(dcgm_names=True, sensor_report=a_report(reserving))
     assert value(samples, "DCGM_FI_DEV_FB_USED") == 2 << 10
     assert value(samples, "DCGM_FI_DEV_FB_RESERVED") == 1 << 10

@@ -11,7 +11,8 @@ import pynvml
 import pytest
 
 from everstep.system_clock import SYSTEM_CLOCK
-from everstep_agent.drivers.samples import GpuSample
+from everstep_agent.drivers.gpu_samples import GpuSample
+from everstep_agent.drivers.samples import flat_fields
 from everstep_agent.sensors.gpu import GpuSensor
 from everstep_agent.virtual.scenario import VirtualMachine, load_scenario
 from everstep_agent.virtual.virtual_nvml import install, uninstall
@@ -104,7 +105,7 @@ def sensor_of(machine: VirtualMachine) -> GpuSensor:
 
 
 def missing(sample: GpuSample) -> set[str]:
-    return {name for name in sample.__struct_fields__ if getattr(sample, name) is None}
+    return {name for name, value in flat_fields(sample).items() if value is None}
 
 
 def reopened(sensor: GpuSensor) -> GpuSensor:
@@ -127,7 +128,7 @@ def test_failing_call_costs_its_own_values_only(machine: VirtualMachine, control
         sample = samples[1]
         most = 11 if call == "nvmlDeviceGetFieldValues" else 5
         assert len(missing(sample) - missing(healthy[1])) <= most, (code, sample)
-        assert sample.temperature_c is not None or call == "nvmlDeviceGetTemperature"
+        assert sample.temperatures.temperature_c is not None or call == "nvmlDeviceGetTemperature"
         assert sample.recovery_action != 1
         assert not sample.error
         control.write()
@@ -170,7 +171,7 @@ def test_gpu_is_unreadable_when_most_values_fail(machine: VirtualMachine, contro
     assert "nvmlDeviceGetTemperature: Unknown Error" in few.failures
     most = sample_with("nvmlDeviceGetFieldValues", *READS[3:8])
     assert (most.unreadable, most.partly_unreadable) == (1, 0)
-    assert most.memory_used_bytes is not None
+    assert most.memory.memory_used_bytes is not None
 
 
 def test_uuid_that_fails_is_no_exchange_of_the_gpu(machine: VirtualMachine, control: Control) -> None:
@@ -185,8 +186,8 @@ def test_older_library_lacks_values_only(machine: VirtualMachine, monkeypatch: p
     for name in NAMES_SINCE_12_570:
         monkeypatch.delattr(pynvml, name, raising=False)
     sample = sensor_of(machine).poll()[0]
-    assert (sample.temperature_margin_c, sample.sram_threshold_exceeded) == (42, None)
-    assert (sample.temperature_c, sample.recovery_action, sample.failed_values) == (45, 0, 0)
+    assert (sample.temperatures.temperature_margin_c, sample.memory_errors.sram_threshold_exceeded) == (42, None)
+    assert (sample.temperatures.temperature_c, sample.recovery_action, sample.failed_values) == (45, 0, 0)
 
 
 OLD_LIBRARY = f"""

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from everstep_agent.drivers import sysfs
-from everstep_agent.drivers.samples import GpuSample
+from everstep_agent.drivers.gpu_samples import GpuSample
 from everstep_agent.drivers.sysfs import PcieLimit
 from everstep_agent.sensors.gpu import GpuSensor
 from everstep_agent.virtual.scenario import VirtualMachine
@@ -107,5 +107,5 @@ def test_link_as_fast_as_its_slot_lacks_nothing(machine: VirtualMachine, control
     machine.reload_control()
     sensor = GpuSensor(slow_every=1, set_activity=lambda activity: None, platform=lambda bus_id: PcieLimit(4, 8))
     sample = sensor.poll()[0]
-    assert (sample.pcie_generation_max, sample.pcie_width_max) == (4, 8)
-    assert (sample.pcie_generations_missing, sample.pcie_lanes_missing) == (0, 0)
+    assert (sample.pcie.pcie_generation_max, sample.pcie.pcie_width_max) == (4, 8)
+    assert (sample.pcie.pcie_generations_missing, sample.pcie.pcie_lanes_missing) == (0, 0)

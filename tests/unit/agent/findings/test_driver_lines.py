@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from everstep.vocabulary import Action, Mode, Severity
-from everstep_agent.drivers.samples import XidEvent
+from everstep_agent.drivers.gpu_samples import XidEvent
 from everstep_agent.policy.xids import MAX_ANNOUNCED_UUIDS, XidParser
 from tests.support.agents.sensors import BUS, TimedAssessor, gpu
 

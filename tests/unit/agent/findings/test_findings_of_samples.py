@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from everstep.vocabulary import Action, Finding, Mode, Severity
+from everstep_agent.drivers.gpu_samples import XidEvent
 from everstep_agent.drivers.samples import (
     HardwareSamples,
     MemoryModuleSample,
@@ -15,7 +16,6 @@ from everstep_agent.drivers.samples import (
     PortSample,
     RaidArraySample,
     SensorState,
-    XidEvent,
 )
 from everstep_agent.findings.assessment import AssessorState
 from everstep_agent.findings.kernel_lines import MAX_LINE_FINDINGS

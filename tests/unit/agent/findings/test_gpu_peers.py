@@ -6,7 +6,7 @@ import pytest
 
 from everstep.vocabulary import Action, Mode, Severity
 from everstep.wire.v1.agent import Gpu
-from everstep_agent.drivers.samples import GpuSample
+from everstep_agent.drivers.gpu_samples import GpuSample
 from everstep_agent.findings.gpu_peers import compare_gpus
 from tests.support.agents.sensors import TimedAssessor, gpu
 

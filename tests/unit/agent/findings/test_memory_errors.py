@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from everstep.vocabulary import Action, Finding, FindingKind, Mode, Severity
-from everstep_agent.drivers.samples import XidEvent
+from everstep_agent.drivers.gpu_samples import XidEvent
 from everstep_agent.findings.assessment import AssessorState
 from everstep_agent.findings.memory_errors import EXPLAINS_S, SETTLE_S, Containment, MemoryErrors
 from tests.support.agents.sensors import BUS, TimedAssessor, gpu

@@ -106,13 +106,13 @@ def test_hung_gpu_is_named_while_the_others_are_read(settings: SensorSettings, c
         report = await sensing.until_finding("sensor.hung/0000:61:00")
         (finding,) = report.findings
         assert "gpu 3 at 0000:61:00" in finding.message
-        assert report.poll.gpus[3].temperature_c is None
+        assert report.poll.gpus[3].temperatures.temperature_c is None
         control.write(gpus={"3": {"hang": True}, "5": {"lost": True}}, ports={"mlx5_0": {"errors": 7}})
         report = await sensing.until_finding("gpu.lost/0000:c3:00")
         report = await sensing.until(lambda report: any(port.errors == 7 for port in report.poll.ports))
         assert "sensor.hung/0000:61:00" in {finding.key for finding in report.findings}
         control.write()
-        report = await sensing.until(lambda report: report.poll.gpus[3].temperature_c is not None)
+        report = await sensing.until(lambda report: report.poll.gpus[3].temperatures.temperature_c is not None)
         assert (sensing.process.pid, report.sensor_restarts) == (first, 0)
 
     play(settings, scene)
@@ -127,7 +127,7 @@ def test_nvml_is_let_go_while_the_hold_file_exists(settings: SensorSettings, tmp
         assert len(report.poll.gpus) == 8
         assert report.findings == ()
         hold.unlink()
-        await sensing.until(lambda report: all(gpu.temperature_c for gpu in report.poll.gpus))
+        await sensing.until(lambda report: all(gpu.temperatures.temperature_c for gpu in report.poll.gpus))
 
     play(msgspec.structs.replace(settings, pause_file=str(hold)), scene)
 

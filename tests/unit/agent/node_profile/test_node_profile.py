@@ -14,21 +14,15 @@ from typer.testing import CliRunner
 from everstep.clock import ManualClock
 from everstep.vocabulary import Action, Mode, Severity
 from everstep.wire.v1.agent import Gpu, Host
-from everstep_agent.drivers.samples import (
-    GpuSample,
-    HostSample,
-    InventorySample,
-    LinkSample,
-    PortPresence,
-    PortRole,
-    PortSample,
-)
+from everstep_agent.drivers.gpu_samples import GpuSample, LinkSample
+from everstep_agent.drivers.samples import HostSample, InventorySample, PortPresence, PortRole, PortSample
 from everstep_agent.findings.assessment import AssessorState, FindingAssessor, Instant
 from everstep_agent.node_profile import cli, profile
 from everstep_agent.node_profile.profile import PROFILED, NodeProfile, ProfileSample, SavedProfile
 from everstep_agent.node_profile.store import ACCEPT_FILE, PROFILE_FILE, ProfileStore, order_acceptance
 from everstep_agent.policy.rules import load_policy
 from everstep_agent.sensors.sensor_messages import PollResult
+from tests.support.agents import sensors
 from tests.support.agents.sensors import BUS
 
 NIC = "0000:40:10.0"
@@ -45,7 +39,7 @@ def gpu(bus: str = BUS, uuid: str = "GPU-a", links: int = 18, down: int = 0, **v
         "remapped_uncorrected": 1,
     }
     sampled = tuple(LinkSample(link=link, up=link >= down) for link in range(links))
-    return GpuSample(index=0, pci_bus_id=bus, uuid=uuid, links=sampled, **usual | values)
+    return sensors.gpu(pci_bus_id=bus, uuid=uuid, links=sampled, **usual | values)
 
 
 def port(name: str = "mlx5_0/1", address: str = "guid-0", place: str = NIC, **values: Any) -> PortSample:

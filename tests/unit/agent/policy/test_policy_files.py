@@ -8,7 +8,7 @@ import pytest
 
 from everstep.errors import ConfigurationError
 from everstep.vocabulary import Action, Mode, Severity
-from everstep_agent.drivers.samples import GpuSample
+from everstep_agent.drivers.gpu_samples import GpuSample
 from everstep_agent.policy.rules import ClearEvent, FindingPolicy, FindingRule, load_policy, metrics_of
 from everstep_agent.policy.xids import load_xid_table
 

@@ -6,19 +6,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pynvml
 import pytest
 
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.vocabulary import Action, Severity
-from everstep_agent.drivers.samples import FabricSample, HostSample
+from everstep_agent.drivers.gpu_samples import FabricSample
+from everstep_agent.drivers.samples import HostSample
 from everstep_agent.sensors.fabric import SWITCHES_EVERY, NvlinkFabricSensor
 from everstep_agent.sensors.gpu import GpuSensor
 from everstep_agent.virtual.machine_tree import MachineTree
 from everstep_agent.virtual.scenario import FABRIC_HEALTHY, VirtualMachine, load_scenario
 from everstep_agent.virtual.virtual_nvml import install, uninstall
-from tests.support.agents.sensors import Control, TimedAssessor
+from tests.support.agents.sensors import Control, TimedAssessor, with_values
 
 IMEX = {"imex_nodes": ["10.0.0.1"], "imex_enabled": True, "imex_channels": 1, "imex": True}
 LINKS_OFF = {"nvlinks_down": 18}
@@ -48,7 +48,7 @@ class Node:
 
     def poll(self, count: int = 1, uptime_s: float = 86_400.0) -> dict[str, str]:
         """Poll, and return the subjects of findings above info by rule."""
-        gpus = tuple(msgspec.structs.replace(sample, energy_j=None) for sample in self.gpus.poll())
+        gpus = tuple(with_values(sample, energy_j=None) for sample in self.gpus.poll())
         for _ in range(count):
             self.judge.polls(1, *gpus, fabric=self.fabric.poll(gpus), host=HostSample(uptime_s=uptime_s))
         found = self.judge.assessor.findings
@@ -63,7 +63,7 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 
 def fabric_of(node: Node) -> FabricSample:
-    sample = node.gpus.poll()[0].fabric
+    sample = node.gpus.poll()[0].nvlink.fabric
     assert sample is not None
     return sample
 
@@ -191,9 +191,9 @@ def test_gpu_divided_by_mig_has_no_peers(node: Node) -> None:
 
 
 def test_links_to_the_cpu_that_fell_are_counted(node: Node) -> None:
-    assert node.gpus.poll()[0].c2c_links is None
+    assert node.gpus.poll()[0].nvlink.c2c_links is None
     node.change({"c2c_links": 10, "c2c_links_down": 1})
-    assert (node.gpus.poll()[0].c2c_links, node.poll(40)) == (9, {})  # a link that was never active is no fault
+    assert (node.gpus.poll()[0].nvlink.c2c_links, node.poll(40)) == (9, {})  # a link that was never active is no fault
     node.change({"c2c_links": 10, "c2c_links_down": 3})
     assert node.poll(30) == {"c2c-links-down": "0000:1b:00"}
     assert node.judge.assessor.findings[0].value == 2
@@ -203,4 +203,5 @@ def test_older_library_has_no_fabric(node: Node, monkeypatch: pytest.MonkeyPatch
     for name in ("c_nvmlGpuFabricInfo_v2_t", "nvmlDeviceGetC2cModeInfoV", "nvmlDeviceGetP2PStatus"):
         monkeypatch.delattr(pynvml, name)
     sample = node.gpus.poll()[0]
-    assert (sample.fabric, sample.peers, sample.c2c_links, sample.failed_values) == (None, (), None, 0)
+    assert (sample.nvlink.fabric, sample.nvlink.peers, sample.nvlink.c2c_links) == (None, (), None)
+    assert sample.failed_values == 0

@@ -3,11 +3,13 @@ from __future__ import annotations
 import msgspec
 
 from everstep.wire.v1.agent import UNKNOWN_MODES, GpuGauges, GpuModes, NetworkAdapter
-from everstep_agent.drivers.samples import GpuSample, PortRole, PortSample
+from everstep_agent.drivers.gpu_samples import GpuSample
+from everstep_agent.drivers.samples import PortRole, PortSample
 from everstep_agent.sensors.gauges import MAX_POLL_AGE_S, fresh_report, gpu_gauges, gpu_modes, network_adapters
 from everstep_agent.sensors.sensor_messages import PollResult, SensorReport
+from tests.support.agents.sensors import gpu, with_values
 
-SAMPLE = GpuSample(
+SAMPLE = gpu(
     index=3,
     pci_bus_id="0000:1b:00.0",
     uuid="GPU-3",
@@ -47,22 +49,22 @@ def test_samples_of_a_hanging_sensor_are_not_exported() -> None:
     assert fresh_report(fresh, 100.0 + MAX_POLL_AGE_S) is fresh
     old = fresh_report(fresh, 100.1 + MAX_POLL_AGE_S)
     (sample,) = old.poll.gpus
-    assert (sample.index, sample.uuid, sample.temperature_c) == (3, "GPU-3", None)
+    assert (sample.index, sample.uuid, sample.temperatures.temperature_c) == (3, "GPU-3", None)
     assert sample.error
     assert old.polled_at == 100.0
 
 
 def test_number_that_no_heartbeat_may_have_is_left_out() -> None:
-    """A broken GPU may answer with all bits set. Such a value must not make the controller refuse heartbeats."""
-    broken = msgspec.structs.replace(SAMPLE, ecc_corrected=(1 << 64) - 1, memory_used_bytes=(1 << 64) - 1)
+    """A broken GPU may answer with all bits set, and must not make the controller refuse its node's heartbeats."""
+    broken = with_values(SAMPLE, ecc_corrected=(1 << 64) - 1, memory_used_bytes=(1 << 64) - 1)
     (gauges,) = gpu_gauges(report(broken), 101.0)
     assert (gauges.ecc_corrected, gauges.memory_used_bytes, gauges.temperature_c) == (None, None, 61)
     assert msgspec.json.decode(msgspec.json.encode(gauges), type=GpuGauges) == gauges
 
 
 def test_modes_join_those_of_readable_gpus() -> None:
-    on = msgspec.structs.replace(SAMPLE, ecc_mode=1, mig_mode=0)
-    off = msgspec.structs.replace(SAMPLE, ecc_mode=0)
+    on = with_values(SAMPLE, ecc_mode=1, mig_mode=0)
+    off = with_values(SAMPLE, ecc_mode=0)
     assert gpu_modes([on, off, SAMPLE]) == GpuModes(ecc="off, on", mig="off")
     assert gpu_modes([SAMPLE]) == UNKNOWN_MODES
 

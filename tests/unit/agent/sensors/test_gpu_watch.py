@@ -7,7 +7,7 @@ import pynvml
 import pytest
 
 from everstep.system_clock import SYSTEM_CLOCK
-from everstep_agent.drivers.samples import GpuSample, XidEvent
+from everstep_agent.drivers.gpu_samples import GpuSample, XidEvent
 from everstep_agent.sensors.gpu import GpuSensor
 from everstep_agent.sensors.gpu_driver import DriverError, GpuDriver
 from everstep_agent.sensors.gpu_watch import GpuWatch
@@ -51,12 +51,12 @@ def test_hung_gpu_costs_one_thread_and_no_other_gpu(machine: VirtualMachine, con
     machine.reload_control()
     samples = until(watch, lambda samples: sum(sample.hung_s > 0 for sample in samples) == 2)
     for sample in samples[1:3]:
-        assert (sample.temperature_c, sample.unreadable, sample.lost) == (None, 0, False)
+        assert (sample.temperatures.temperature_c, sample.unreadable, sample.lost) == (None, 0, False)
         assert f"about gpu {sample.index} at {sample.pci_bus_id}" in sample.error
     others = {str(index): {"temperature_c": 77} for index in (0, 3, 4, 5, 6, 7)}
     control.write(gpus=others | {"1": {"hang": True}, "2": {"hang": True}})
     machine.reload_control()
-    until(watch, lambda samples: sum(sample.temperature_c == 77 for sample in samples) == 6)
+    until(watch, lambda samples: sum(sample.temperatures.temperature_c == 77 for sample in samples) == 6)
     until(watch, lambda samples: nvml_threads() == before + 3)
     control.write()
     machine.reload_control()
@@ -88,7 +88,8 @@ def test_nvml_is_let_go_and_opened_again(machine: VirtualMachine, monkeypatch: p
     watch.poll()
     samples = watch.close()
     assert closed == [True]
-    assert [(sample.temperature_c, sample.unreadable, sample.lost) for sample in samples] == [(None, 0, False)] * 8
+    values = [(sample.temperatures.temperature_c, sample.unreadable, sample.lost) for sample in samples]
+    assert values == [(None, 0, False)] * 8
     watch.close()
     until(watch, lambda samples: not any(sample.error for sample in samples))
 

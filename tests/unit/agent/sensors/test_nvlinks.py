@@ -2,14 +2,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 
-from everstep_agent.drivers.samples import GpuSample, LinkSample
+from everstep_agent.drivers.gpu_samples import GpuSample, LinkSample
 from everstep_agent.sensors.gpu import REOPEN_EVERY, GpuSensor
 from everstep_agent.sensors.nvlinks import decode_ber
 from everstep_agent.virtual.scenario import VirtualMachine
-from tests.support.agents.sensors import BUS, Control, TimedAssessor, gpu
+from tests.support.agents.sensors import BUS, Control, TimedAssessor, gpu, with_values
 
 
 def sample_of(machine: VirtualMachine, control: Control, **change: Any) -> GpuSample:
@@ -20,12 +19,12 @@ def sample_of(machine: VirtualMachine, control: Control, **change: Any) -> GpuSa
 
 def test_counters_of_hopper_are_read_for_each_link(machine: VirtualMachine, control: Control) -> None:
     sample = sample_of(machine, control, links={"7": {"errors": 5, "recoveries": 2}, "17": {"recovery_failures": 1}})
-    assert [link.link for link in sample.links] == list(range(18))
-    assert {link.link: link.errors for link in sample.links if link.errors} == {7: 7}
-    assert [link.recovery_failures for link in sample.links] == [0] * 17 + [1]
-    assert (sample.nvlinks, sample.nvlink_errors, sample.nvlink_recovery_failures) == (18, 7, 1)
-    assert sample.links[7].symbol_ber is None
-    assert sample.links[7].discards is None
+    assert [link.link for link in sample.nvlink.links] == list(range(18))
+    assert {link.link: link.errors for link in sample.nvlink.links if link.errors} == {7: 7}
+    assert [link.recovery_failures for link in sample.nvlink.links] == [0] * 17 + [1]
+    assert (sample.nvlink.nvlinks, sample.nvlink.nvlink_errors, sample.nvlink.nvlink_recovery_failures) == (18, 7, 1)
+    assert sample.nvlink.links[7].symbol_ber is None
+    assert sample.nvlink.links[7].discards is None
     assert sample.failed_values == 0
 
 
@@ -35,7 +34,7 @@ def test_counters_of_blackwell_take_the_place_of_the_old(machine: VirtualMachine
     sample = sample_of(machine, control, nvlink_version=5, links={"7": link})
     rate = decode_ber(0x309)
     assert rate == pytest.approx(3e-9)
-    assert sample.links[7] == LinkSample(
+    assert sample.nvlink.links[7] == LinkSample(
         link=7,
         up=True,
         was_up=True,
@@ -52,31 +51,31 @@ def test_counters_of_blackwell_take_the_place_of_the_old(machine: VirtualMachine
         repaired_symbols=6,
         far_end="NVSwitch 0000:08:00 link 1",
     )
-    assert sample.links[6].errors == 0
+    assert sample.nvlink.links[6].errors == 0
 
 
 def test_gpu_without_links_has_no_zeros(machine: VirtualMachine, control: Control) -> None:
     sample = sample_of(machine, control, nvlinks=0)
-    assert sample.links == ()
-    assert (sample.nvlinks, sample.nvlinks_down, sample.nvlink_errors) == (None, None, None)
+    assert sample.nvlink.links == ()
+    assert (sample.nvlink.nvlinks, sample.nvlink.nvlinks_down, sample.nvlink.nvlink_errors) == (None, None, None)
 
 
 def test_links_up_to_the_maximum_of_nvml_are_read(machine: VirtualMachine, control: Control) -> None:
     sample = sample_of(machine, control, nvlink_version=5, nvlinks=36, links={"35": {"errors": 2}})
-    assert len(sample.links) == 36
-    assert sample.links[35].errors == 2
+    assert len(sample.nvlink.links) == 36
+    assert sample.nvlink.links[35].errors == 2
 
 
 def test_link_whose_state_fails_is_not_down(machine: VirtualMachine, control: Control) -> None:
     sensor = GpuSensor(slow_every=1, set_activity=lambda activity: None)
-    assert sensor.poll()[0].nvlinks_down == 0
+    assert sensor.poll()[0].nvlink.nvlinks_down == 0
     control.write(gpus={"0": {"calls": {"nvmlDeviceGetNvLinkState": {"error": 999}}}})
     machine.reload_control()
-    assert (sensor.poll()[0].nvlinks, sensor.poll()[0].nvlinks_down) == (18, 0)
+    assert (sensor.poll()[0].nvlink.nvlinks, sensor.poll()[0].nvlink.nvlinks_down) == (18, 0)
     control.write(gpus={"0": {"links": {"3": {"up": False}}}})
     machine.reload_control()
     sensor.close()
-    assert [sensor.poll()[0].nvlinks_down_at for _ in range(REOPEN_EVERY)][-1] == (3,)
+    assert [sensor.poll()[0].nvlink.nvlinks_down_at for _ in range(REOPEN_EVERY)][-1] == (3,)
 
 
 @pytest.mark.parametrize(("encoded", "rate"), [(None, None), (0, 0.0), (0x10F, 1e-15), (0xF08, 15e-8)])
@@ -120,7 +119,7 @@ def test_failed_recovery_of_a_link_lasts_until_the_reset() -> None:
     later = TimedAssessor(memory=judge.assessor.export_state())
     later.clock.advance(100.0)  # the energy counter goes on
     assert later.polls(20, linked(failures=1)) == {f"gpu.nvlink/{BUS}"}
-    assert later.polls(1, msgspec.structs.replace(linked(), energy_j=0.5)) == set()
+    assert later.polls(1, with_values(linked(), energy_j=0.5)) == set()
 
 
 def test_errors_on_a_link_name_both_of_its_ends(machine: VirtualMachine) -> None:
@@ -142,6 +141,6 @@ def test_errors_on_a_link_name_both_of_its_ends(machine: VirtualMachine) -> None
 
 def test_far_end_without_an_address_is_named_by_its_kind(machine: VirtualMachine, control: Control) -> None:
     unknown = {"nvmlDeviceGetNvLinkRemotePciInfo_v2": {"error": 3}}
-    assert sample_of(machine, control, calls=unknown).nvlink_far_ends[7] == "NVSwitch link 1"
+    assert sample_of(machine, control, calls=unknown).nvlink.nvlink_far_ends[7] == "NVSwitch link 1"
     unknown |= {"nvmlDeviceGetNvLinkRemoteDeviceType": {"error": 3}}
-    assert not any(sample_of(machine, control, calls=unknown).nvlink_far_ends)
+    assert not any(sample_of(machine, control, calls=unknown).nvlink.nvlink_far_ends)

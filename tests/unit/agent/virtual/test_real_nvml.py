@@ -18,10 +18,10 @@ def test_real_gpu_reports_every_field() -> None:
             assert not sample.error
             assert not sample.failures
             assert not sample.lost
-            assert sample.temperature_c is not None
-            assert sample.power_w is not None
-            assert sample.energy_j is not None
-            assert sample.memory_total_bytes
+            assert sample.temperatures.temperature_c is not None
+            assert sample.power.power_w is not None
+            assert sample.power.energy_j is not None
+            assert sample.memory.memory_total_bytes
             assert len(sample.pci_bus_id) == len("0000:1b:00")
         for gpu in sensor.known_gpus.values():
             assert gpu.vbios

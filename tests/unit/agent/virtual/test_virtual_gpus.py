@@ -99,7 +99,7 @@ def test_control_file_reaches_the_sample(
     control.write(gpus={"2": change})
     assert machine.reload_control()
     samples = gpus.poll()
-    assert getattr(samples[2], field) == value
+    assert samples[2].value(field) == value
     assert not samples[0].error
 
 
@@ -190,11 +190,11 @@ def test_reset_restarts_the_energy_counter(control: Control) -> None:
     install(machine, clock)
     try:
         gpus = sensor()
-        before = gpus.poll()[0].energy_j
+        before = gpus.poll()[0].power.energy_j
         control.write(gpus={"0": {"reset_at": clock.wall()}})
         machine.reload_control()
         clock.advance(1.0)
-        after = gpus.poll()[0].energy_j
+        after = gpus.poll()[0].power.energy_j
     finally:
         uninstall()
     assert before is not None
