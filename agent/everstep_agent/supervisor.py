@@ -514,8 +514,9 @@ class Supervisor:
         asked_at = self._clock.wall()
         while self._clock.monotonic() < deadline:
             report = self._sensor_report or SensorReport()
-            is_closed = report.poll.nvml_paused_s is not None and not report.poll.nvml_is_open
-            if report.polled_at > asked_at and is_closed and not report.poll.nvml_busy_with:
+            nvml = report.poll.nvml
+            is_closed = nvml.paused_s is not None and not nvml.is_open and not nvml.busy_with
+            if report.polled_at > asked_at and is_closed:
                 return NvmlPauseSet(until=until)
             await asyncio.sleep(NVML_CLOSE_CHECK_S)
         self._nvml_pause.end()

@@ -201,7 +201,8 @@ def _compressed(polls: Iterable[PollResult]) -> Runs:
 def _without_time(poll: PollResult) -> PollResult:
     """Return the poll without the values that change at every poll; ``SimulatedNode`` sets them."""
     gpus = tuple(_with_changes(gpu, {"power": {"energy_j": gpu.power.energy_j and 0.0}}) for gpu in poll.gpus)
-    return msgspec.structs.replace(poll, gpus=gpus, poll_s=0.0, nvml_paused_s=poll.nvml_paused_s and 1.0)
+    nvml = msgspec.structs.replace(poll.nvml, paused_s=poll.nvml.paused_s and 1.0)
+    return msgspec.structs.replace(poll, gpus=gpus, poll_s=0.0, nvml=nvml)
 
 
 def _with_changes(gpu: GpuSample, changes: Mapping[str, Mapping[str, Any]]) -> GpuSample:

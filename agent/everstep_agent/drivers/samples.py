@@ -121,20 +121,20 @@ LINK_ERRORS = (
 """Counters of a port whose sum is its number of errors."""
 
 
-class PortCounterGrowth(Sample, frozen=True, kw_only=True):
-    """Growth of a compute or storage port's counters, by the kernel's names, since the sensor started.
+class InfinibandGrowth(Part, frozen=True, kw_only=True):
+    """Growth of the counters of an InfiniBand port itself."""
 
-    It starts again at 0 when the device's counter does. Errors of a link in training are left out.
-    """
-
-    # InfiniBand's, of the port itself
     symbol_error: int | None = None
     link_error_recovery: int | None = None  # the link was trained again, and is up
     port_rcv_errors: int | None = None
     local_link_integrity_errors: int | None = None  # the link had more errors at once than it may have
     excessive_buffer_overrun_errors: int | None = None
     port_xmit_discards: int | None = None
-    # RDMA's of mlx5, for InfiniBand and RoCE
+
+
+class RdmaGrowth(Part, frozen=True, kw_only=True):
+    """Growth of the RDMA counters of mlx5, for InfiniBand and RoCE."""
+
     rnr_nak_retry_err: int | None = None  # a peer had no buffer ready
     local_ack_timeout_err: int | None = None  # a peer did not acknowledge in time
     req_transport_retries_exceeded: int | None = None  # connections that were given up after such time-outs
@@ -144,18 +144,38 @@ class PortCounterGrowth(Sample, frozen=True, kw_only=True):
     roce_slow_restart: int | None = None
     roce_adp_retrans: int | None = None
     rx_icrc_encapsulated: int | None = None  # RoCE packets that were changed on their way
-    # EFA's
+
+
+class EfaGrowth(Part, frozen=True, kw_only=True):
+    """Growth of the counters of an EFA device."""
+
     rdma_read_wr_err: int | None = None
     rdma_write_wr_err: int | None = None
     retrans_timeout_events: int | None = None
     impaired_remote_conn_events: int | None = None  # connections whose rate was lowered
     unresponsive_remote_events: int | None = None
     no_completion_cmds: int | None = None  # commands that the device did not answer
-    # Ethernet's
+
+
+class EthernetGrowth(Part, frozen=True, kw_only=True):
+    """Growth of the counters of an Ethernet port."""
+
     rx_errors: int | None = None
     rx_crc_errors: int | None = None
     rx_missed_errors: int | None = None  # frames for which the host had no buffer
     tx_carrier_errors: int | None = None
+
+
+class PortCounterGrowth(Sample, frozen=True, kw_only=True):
+    """Growth of a compute or storage port's counters, by the kernel's names, since the sensor started.
+
+    It starts again at 0 when the device's counter does. Errors of a link in training are left out.
+    """
+
+    infiniband: InfinibandGrowth = InfinibandGrowth()
+    rdma: RdmaGrowth = RdmaGrowth()
+    efa: EfaGrowth = EfaGrowth()
+    ethernet: EthernetGrowth = EthernetGrowth()
 
 
 class PortSample(Sample, frozen=True, kw_only=True):
@@ -537,6 +557,25 @@ class EarlierBootSample(Sample, frozen=True, kw_only=True):
     panics: int = 0
     faults: int = 0  # lines of its kernel log that would be critical in this boot
     detail: str = ""
+
+
+class NvmlState(Sample, frozen=True, kw_only=True):
+    """NVML as a whole, or the library of another vendor. All values but ``is_open`` are empty while it works."""
+
+    is_open: bool = False  # whether the sensor process holds it open
+    error: str = ""  # the reason no GPU could be read
+    error_code: int = 0  # the error of opening it, by the library's own number
+    busy_with: str = ""  # the work on it as a whole that has not ended, such as its initialization
+    hung_s: float = 0.0  # seconds that this work takes longer than it may
+    paused_s: float | None = None  # seconds since a person or a program ordered it to be let go
+
+
+class PciGpuCounts(Sample, frozen=True, kw_only=True):
+    """NVIDIA's GPUs on the PCI bus."""
+
+    usable: int | None = None  # that NVML should list to the sensor process; None without a readable bus
+    unbound: int = 0  # without a kernel driver
+    hidden: int = 0  # that the sensor process may not see
 
 
 class SensorState(Sample, frozen=True, kw_only=True):

@@ -289,32 +289,33 @@ class FindingAssessor:
     # Health of the sensing
 
     def _sensor_state(self, poll: PollResult) -> SensorState:
-        expected = self._expected_gpus if self._expected_gpus is not None else (poll.pci_gpu_count or 0)
-        is_held = poll.nvml_paused_s is not None
-        has_gpus = not is_held and (expected > 0 or poll.pci_gpus_unbound > 0 or bool(poll.gpus))
+        nvml = poll.nvml
+        expected = self._expected_gpus if self._expected_gpus is not None else (poll.pci_gpus.usable or 0)
+        is_held = nvml.paused_s is not None
+        has_gpus = not is_held and (expected > 0 or poll.pci_gpus.unbound > 0 or bool(poll.gpus))
         readable = sum(not gpu.error for gpu in poll.gpus)
-        code = poll.nvml_error_code
-        is_open = not code and not poll.nvml_busy_with and not is_held
+        code = nvml.error_code
+        is_open = not code and not nvml.busy_with and not is_held
         missing = max(0, expected - len(poll.gpus)) if poll.gpus and is_open else 0
         faults = [f"{sensor}: {error}" for sensor, error in poll.sensor_errors]
         details = [
-            poll.nvml_busy_with,
-            poll.nvml_error,
+            nvml.busy_with,
+            nvml.error,
             f"{readable} of {expected} GPUs answer" if missing else "",
             *faults,
         ]
-        has_failed = expected > 0 and not is_held and (not poll.gpus or (bool(poll.nvml_error) and not readable))
+        has_failed = expected > 0 and not is_held and (not poll.gpus or (bool(nvml.error) and not readable))
         return SensorState(
             hangs=0,
             crashes=0,
-            nvml_failed=int(has_failed and not poll.nvml_busy_with and code not in CURABLE_NVML_ERRORS),
-            nvml_hung_s=poll.nvml_hung_s,
-            nvml_paused_s=poll.nvml_paused_s or 0.0,
+            nvml_failed=int(has_failed and not nvml.busy_with and code not in CURABLE_NVML_ERRORS),
+            nvml_hung_s=nvml.hung_s,
+            nvml_paused_s=nvml.paused_s or 0.0,
             driver_missing=int(has_gpus and code == DRIVER_NOT_LOADED),
             library_missing=int(has_gpus and code == LIBRARY_NOT_FOUND),
             library_mismatch=int(has_gpus and code == LIBRARY_MISMATCH),
-            gpus_unbound=poll.pci_gpus_unbound if is_open else 0,
-            gpus_hidden=poll.pci_gpus_hidden,
+            gpus_unbound=poll.pci_gpus.unbound if is_open else 0,
+            gpus_hidden=poll.pci_gpus.hidden,
             gpus_missing=missing,
             faults=len(faults),
             detail="; ".join(each for each in details if each),

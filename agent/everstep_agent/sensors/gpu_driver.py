@@ -6,19 +6,11 @@ offer is None there. ``XidEvent.xid`` is an error's number in the vendor's own c
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from everstep.wire.v1.agent import Gpu
 from everstep_agent.drivers.gpu_samples import GpuSample, XidEvent
-
-
-class DriverError(NamedTuple):
-    """The state of a vendor's library as a whole. All empty while it works."""
-
-    text: str = ""  # why it cannot be opened
-    code: int = 0  # the same by the library's own number
-    busy_with: str = ""  # work on the library as a whole that has not ended
-    hung_s: float = 0.0  # seconds that this work takes longer than it may
+from everstep_agent.drivers.samples import NvmlState
 
 
 class GpuDriver(Protocol):
@@ -38,8 +30,8 @@ class GpuDriver(Protocol):
         """Every GPU seen so far."""
 
     @property
-    def error(self) -> DriverError:
-        """The state of the library as a whole."""
+    def state(self) -> NvmlState:
+        """The state of the library as a whole, apart from orders to let it go."""
 
     @property
     def version(self) -> str:

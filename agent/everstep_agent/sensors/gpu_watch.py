@@ -16,8 +16,8 @@ import msgspec
 from everstep.clock import Clock
 from everstep.wire.v1.agent import Gpu
 from everstep_agent.drivers.gpu_samples import GpuSample, XidEvent
+from everstep_agent.drivers.samples import NvmlState
 from everstep_agent.sensors.gpu import Absence, GpuSensor
-from everstep_agent.sensors.gpu_driver import DriverError
 
 HANDOVER_S = 1.0
 """Seconds after which another thread reads the other GPUs. A healthy call takes milliseconds. A busy driver may hold
@@ -120,8 +120,14 @@ class GpuWatch:
         return self._sensor.driver_version
 
     @property
-    def error(self) -> DriverError:
-        return DriverError(self._sensor.error, self._sensor.error_code, self.busy_with, self.hung_s)
+    def state(self) -> NvmlState:
+        return NvmlState(
+            is_open=self._sensor.is_open,
+            error=self._sensor.error,
+            error_code=self._sensor.error_code,
+            busy_with=self.busy_with,
+            hung_s=self.hung_s,
+        )
 
     def poll(self) -> tuple[GpuSample, ...]:
         """Return the newest sample of every GPU; see ``GpuSensor.poll``. A hung GPU's sample names the call."""

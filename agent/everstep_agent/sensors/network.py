@@ -5,9 +5,23 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from everstep_agent.drivers import ports
-from everstep_agent.drivers.samples import FABRIC_ROLES, PortCounterGrowth, PortPresence, PortRole, PortSample
+from everstep_agent.drivers.samples import (
+    FABRIC_ROLES,
+    EfaGrowth,
+    EthernetGrowth,
+    InfinibandGrowth,
+    Part,
+    PortCounterGrowth,
+    PortPresence,
+    PortRole,
+    PortSample,
+    RdmaGrowth,
+)
+
+P = TypeVar("P", bound=Part)
 
 COUNTERS_EVERY = 10
 """Polls between readings of all ports and counters; a link's state is read at every poll."""
@@ -46,10 +60,15 @@ class _Counters:
             grown = count - (highest if count >= highest else before)
             self.growth[name] = self.growth.get(name, 0) + grown * is_settled
         self.latest = counters
-        self.judged = PortCounterGrowth(**{name: self.growth[name] for name in counters if name in _JUDGED})
+        self.judged = PortCounterGrowth(
+            infiniband=self._judged_part(InfinibandGrowth),
+            rdma=self._judged_part(RdmaGrowth),
+            efa=self._judged_part(EfaGrowth),
+            ethernet=self._judged_part(EthernetGrowth),
+        )
 
-
-_JUDGED = frozenset(PortCounterGrowth.__struct_fields__)
+    def _judged_part(self, kind: type[P]) -> P:
+        return kind(**{name: self.growth[name] for name in kind.__struct_fields__ if name in self.latest})
 
 
 @dataclass

@@ -32,7 +32,7 @@ from everstep_agent.drivers import sysfs
 from everstep_agent.drivers.commands import at_once
 from everstep_agent.drivers.inventory import read_inventory
 from everstep_agent.drivers.pci_gpus import PciGpu, pci_gpus
-from everstep_agent.drivers.samples import InventorySample, OtherGpusSample
+from everstep_agent.drivers.samples import InventorySample, OtherGpusSample, PciGpuCounts
 from everstep_agent.sensors.earlier_boot import EarlierBootSensor
 from everstep_agent.sensors.fabric import NvlinkFabricSensor
 from everstep_agent.sensors.gpu import GpuSensor
@@ -110,7 +110,7 @@ class NodeSensors:
         self._set_activity("gpus")
         held_s = self._held_s()
         gpus = self._driver.poll() if held_s is None else self._driver.close()
-        error = self._driver.error
+        nvml = msgspec.structs.replace(self._driver.state, paused_s=held_s)
         self._polls += 1
         if self._polls % PCI_EVERY == 0:
             self._gpu.check_bus()
@@ -125,15 +125,12 @@ class NodeSensors:
             gpus=gpus,
             fabric=self._fabric.poll(gpus),
             other_gpus=tuple(OtherGpusSample(vendor=name, unwatched=n) for name, n in self._other_gpus.items()),
-            nvml_paused_s=held_s,
-            nvml_is_open=self._gpu.is_open,
-            nvml_busy_with=error.busy_with,
-            nvml_hung_s=error.hung_s,
-            pci_gpu_count=None if on_bus is None else sum(gpu.is_usable for gpu in on_bus),
-            pci_gpus_unbound=sum(not gpu.driver for gpu in on_bus or ()),
-            pci_gpus_hidden=sum(not gpu.is_visible for gpu in on_bus or ()),
-            nvml_error=error.text,
-            nvml_error_code=error.code,
+            nvml=nvml,
+            pci_gpus=PciGpuCounts(
+                usable=None if on_bus is None else sum(gpu.is_usable for gpu in on_bus),
+                unbound=sum(not gpu.driver for gpu in on_bus or ()),
+                hidden=sum(not gpu.is_visible for gpu in on_bus or ()),
+            ),
             poll_s=time.perf_counter() - started_at,
         )
 

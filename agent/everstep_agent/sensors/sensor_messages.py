@@ -13,8 +13,10 @@ from everstep_agent.drivers.samples import (
     HostSample,
     InventorySample,
     NvlinkFabricSample,
+    NvmlState,
     OtherGpusSample,
     PathSample,
+    PciGpuCounts,
     PortSample,
     Sample,
 )
@@ -64,17 +66,10 @@ class PollResult(Sample, frozen=True, kw_only=True):
     inventory: InventorySample = InventorySample()
     xids: tuple[XidEvent, ...] = ()
     kernel_lines: tuple[str, ...] = ()
-    pci_gpu_count: int | None = None  # number of GPUs on the PCI bus that NVML should list to this process
-    pci_gpus_unbound: int = 0  # number of GPUs there without a kernel driver
-    pci_gpus_hidden: int = 0  # number of GPUs there that this process may not see
+    pci_gpus: PciGpuCounts = PciGpuCounts()
     fabric: NvlinkFabricSample = NvlinkFabricSample()
     other_gpus: tuple[OtherGpusSample, ...] = ()  # of every vendor that is known
-    nvml_busy_with: str = ""  # the work on NVML as a whole that has not ended, such as its initialization
-    nvml_hung_s: float = 0.0  # seconds that this work takes longer than it may
-    nvml_paused_s: float | None = None  # seconds since a person or a program ordered NVML to be let go
-    nvml_is_open: bool = False  # whether the sensor process holds NVML open
-    nvml_error: str = ""  # the reason no GPU could be read
-    nvml_error_code: int = 0  # the error of opening NVML
+    nvml: NvmlState = NvmlState()
     sensor_errors: tuple[tuple[str, str], ...] = ()  # (sensor, reason) for each sensor that failed as a whole
     poll_s: float = 0.0
 

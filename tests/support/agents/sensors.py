@@ -15,7 +15,7 @@ import msgspec
 from everstep.clock import ManualClock
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep_agent.drivers.gpu_samples import GpuSample
-from everstep_agent.drivers.samples import HostSample, value_hints
+from everstep_agent.drivers.samples import HostSample, NvmlState, PciGpuCounts, value_hints
 from everstep_agent.findings.assessment import AssessorState, FindingAssessor, Instant
 from everstep_agent.findings.monitor import SensorMonitor, SensorSettings
 from everstep_agent.policy.rules import FindingPolicy, load_policy
@@ -45,11 +45,20 @@ def with_values(sample: GpuSample, **values: Any) -> GpuSample:
 
 
 def poll(*gpus: GpuSample, **values: Any) -> PollResult:
-    """Return a full poll of a node with an uptime of one day. ``values``: other values of fields."""
-    host = HostSample(uptime_s=86_400.0)
-    return PollResult(
-        **{"is_full": True, "boot_id": "boot-1", "host": host, "pci_gpu_count": len(gpus), "gpus": gpus, **values}
-    )
+    """Return a full poll of a node with an uptime of one day.
+
+    Args:
+        gpus: Its GPUs, all of which are on the PCI bus.
+        values: Other values of fields. Those of the fields ``nvml`` and ``pci_gpus`` begin with ``nvml_`` and
+            ``pci_gpus_``.
+    """
+
+    def taken(prefix: str) -> dict[str, Any]:
+        return {name.removeprefix(prefix): values.pop(name) for name in list(values) if name.startswith(prefix)}
+
+    counts = PciGpuCounts(**{"usable": len(gpus)} | taken("pci_gpus_"))
+    fields: dict[str, Any] = {"boot_id": "boot-1", "host": HostSample(uptime_s=86_400.0), "pci_gpus": counts}
+    return PollResult(is_full=True, gpus=gpus, nvml=NvmlState(**taken("nvml_")), **fields | values)
 
 
 class TimedAssessor:

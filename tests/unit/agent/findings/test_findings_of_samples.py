@@ -172,7 +172,7 @@ def test_findings_of_one_key_show_the_worst_since_the_first() -> None:
 
 def test_unloadable_nvml_on_a_gpu_node_is_critical() -> None:
     judge = TimedAssessor()
-    assert judge.polls(3, nvml_error="Unknown Error", nvml_error_code=999, pci_gpu_count=8) == {"sensor.failed/nvml"}
+    assert judge.polls(3, nvml_error="Unknown Error", nvml_error_code=999, pci_gpus_usable=8) == {"sensor.failed/nvml"}
     assert only(judge).severity is Severity.CRITICAL
     assert only(judge).mode is Mode.RECOMMEND
 
@@ -184,7 +184,7 @@ def test_unloadable_nvml_on_a_gpu_node_is_critical() -> None:
 def test_nvml_that_software_cures_is_no_ground_to_evict(code: int, subject: str, cure: str) -> None:
     closed = gpu(error="NVML is closed", is_closed=True)
     judge = TimedAssessor()
-    upgrade = {"nvml_error": "closed", "nvml_error_code": code, "pci_gpu_count": 0, "pci_gpus_unbound": 1}
+    upgrade = {"nvml_error": "closed", "nvml_error_code": code, "pci_gpus_usable": 0, "pci_gpus_unbound": 1}
     assert judge.polls(59, closed, **upgrade) == set()
     assert judge.polls(1, closed, **upgrade) == {f"sensor.failed/{subject}"}
     assert (only(judge).severity, only(judge).action) == (Severity.WARNING, Action.NONE)
@@ -205,46 +205,46 @@ def test_hung_gpu_is_one_finding_that_names_it() -> None:
 
 def test_hung_initialization_of_nvml_is_not_an_absence_of_gpus() -> None:
     judge = TimedAssessor()
-    assert judge.polls(50, pci_gpu_count=8, nvml_busy_with="nvml initialization") == set()
+    assert judge.polls(50, pci_gpus_usable=8, nvml_busy_with="nvml initialization") == set()
     hung = {"nvml_busy_with": "nvml initialization", "nvml_hung_s": 3.0}
-    assert judge.polls(3, pci_gpu_count=8, **hung) == {"sensor.hung/nvml"}
+    assert judge.polls(3, pci_gpus_usable=8, **hung) == {"sensor.hung/nvml"}
     assert "nvml initialization" in only(judge).message
 
 
 def test_nvml_let_go_by_order_is_quiet_for_an_hour() -> None:
     judge = TimedAssessor()
     closed = gpu(error="let go", is_closed=True)
-    quiet = {"nvml_error_code": 9, "nvml_error": "closed", "pci_gpu_count": 0, "pci_gpus_unbound": 1}
+    quiet = {"nvml_error_code": 9, "nvml_error": "closed", "pci_gpus_usable": 0, "pci_gpus_unbound": 1}
     assert judge.polls(100, closed, nvml_paused_s=100.0, **quiet) == set()
-    assert judge.polls(10, nvml_paused_s=200.0, pci_gpu_count=8) == set()
+    assert judge.polls(10, nvml_paused_s=200.0, pci_gpus_usable=8) == set()
     assert judge.polls(1, closed, nvml_paused_s=3600.0, **quiet) == {"sensor.failed/nvml-pause"}
     assert (only(judge).severity, only(judge).action) == (Severity.WARNING, Action.NONE)
 
 
 def test_machine_without_gpus_of_its_own_lacks_no_driver() -> None:
-    assert TimedAssessor().polls(100, nvml_error="closed", nvml_error_code=9, pci_gpu_count=0) == set()
+    assert TimedAssessor().polls(100, nvml_error="closed", nvml_error_code=9, pci_gpus_usable=0) == set()
 
 
 def test_hidden_gpus_are_told_and_not_missed() -> None:
     judge = TimedAssessor()
-    assert judge.polls(3, gpu(), pci_gpu_count=1, pci_gpus_hidden=7) == {"sensor.failed/hidden-gpus"}
+    assert judge.polls(3, gpu(), pci_gpus_usable=1, pci_gpus_hidden=7) == {"sensor.failed/hidden-gpus"}
     assert (only(judge).severity, only(judge).action) == (Severity.INFO, Action.NONE)
 
 
 def test_gpu_on_the_bus_missing_from_nvml_is_lost() -> None:
     judge = TimedAssessor()
-    assert judge.polls(3, gpu(), pci_gpu_count=2) == {"gpu.lost/gpus"}
-    assert judge.polls(11, gpu(), pci_gpu_count=1) == set()
+    assert judge.polls(3, gpu(), pci_gpus_usable=2) == {"gpu.lost/gpus"}
+    assert judge.polls(11, gpu(), pci_gpus_usable=1) == set()
 
 
 def test_gpu_lost_before_agent_start_is_reported() -> None:
     judge = TimedAssessor()
-    assert judge.polls(3, gpu(), pci_gpu_count=2, nvml_error="GPU 1: handle: GPU is lost") == {"gpu.lost/gpus"}
+    assert judge.polls(3, gpu(), pci_gpus_usable=2, nvml_error="GPU 1: handle: GPU is lost") == {"gpu.lost/gpus"}
     assert "GPU 1: handle" in only(judge).message
 
 
 def test_nvml_listing_no_gpu_on_a_gpu_node_is_a_failure() -> None:
-    assert TimedAssessor().polls(3, pci_gpu_count=8) == {"sensor.failed/nvml"}
+    assert TimedAssessor().polls(3, pci_gpus_usable=8) == {"sensor.failed/nvml"}
 
 
 def test_frozen_telemetry_is_stale() -> None:

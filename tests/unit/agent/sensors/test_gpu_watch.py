@@ -9,7 +9,7 @@ import pytest
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep_agent.drivers.gpu_samples import GpuSample, XidEvent
 from everstep_agent.sensors.gpu import GpuSensor
-from everstep_agent.sensors.gpu_driver import DriverError, GpuDriver
+from everstep_agent.sensors.gpu_driver import GpuDriver
 from everstep_agent.sensors.gpu_watch import GpuWatch
 from everstep_agent.virtual.scenario import VirtualMachine
 from tests.support.agents.sensors import Control
@@ -139,4 +139,4 @@ def test_nvml_is_a_gpu_driver(machine: VirtualMachine) -> None:
     assert (driver.devices, driver.version) == ((), "")
     until(watch, lambda samples: len(samples) == 8)
     assert ([gpu.uuid for gpu in driver.devices], driver.version) == ([g.uuid for g in machine.gpus], "570.133.20")
-    assert driver.error[:2] == DriverError()[:2]
+    assert (driver.state.is_open, driver.state.error, driver.state.error_code) == (True, "", 0)

@@ -113,7 +113,7 @@ def test_ports_of_a_bond_and_of_efa_can_be_described(tmp_path: Path) -> None:
     bench.change(ports={"eth1": {"up": False}, "efa_0": {"counters": {"rdma_read_wr_err": 3}}})
     assert (bench.port("eth1").bond, bench.port("eth1").lost_bond_link, bench.port("eth0").bond) == ("bond0", 1, "")
     efa = bench.port("efa_0/1")
-    assert (efa.link_layer, efa.role, efa.counts.rdma_read_wr_err) == ("Unknown", PortRole.COMPUTE, 3)
+    assert (efa.link_layer, efa.role, efa.counts.efa.rdma_read_wr_err) == ("Unknown", PortRole.COMPUTE, 3)
 
 
 def test_unknown_counter_of_a_port_is_refused(bench: Bench) -> None:
