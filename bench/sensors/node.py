@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
-from unittest import mock
 
 import msgspec
 
@@ -18,7 +17,7 @@ from everstep_agent.drivers.kmsg import KernelLog
 from everstep_agent.findings.assessment import AssessorState, FindingAssessor, Instant
 from everstep_agent.node_profile.profile import NodeProfile, SavedProfile
 from everstep_agent.policy.rules import FindingPolicy
-from everstep_agent.sensors import sampler
+from everstep_agent.sensors.sampler import NodeSensors
 from everstep_agent.sensors.sensor_messages import ACTIVITY_BYTES, PollResult, SensorConfig
 from everstep_agent.virtual import virtual_nvml
 from everstep_agent.virtual.scenario import Scenario
@@ -55,7 +54,7 @@ class BenchNode:
     """A virtual machine, its sensors and the assessment of their polls.
 
     All that the sensor process does runs here, but sockets. Lines of the kernel log go through a named pipe. Use it as
-    a context: it replaces the process's NVML, and the sensors' clock.
+    a context: it replaces the process's NVML.
     """
 
     def __init__(
@@ -74,8 +73,6 @@ class BenchNode:
         os.mkfifo(self._log_path)
         self._log = KernelLog(str(self._log_path))
         self._log.open()
-        self._patch = mock.patch.object(sampler, "SYSTEM_CLOCK", self.clock)
-        self._patch.start()
         config = SensorConfig(
             interval_s=POLL_S,
             slow_every=slow_every,
@@ -89,7 +86,7 @@ class BenchNode:
         )
         self._config, self.scenario = config, scenario
         self._page = mmap.mmap(-1, ACTIVITY_BYTES)
-        self._sensors: sampler.NodeSensors | None = None
+        self._sensors: NodeSensors | None = None
         self.assessor = FindingAssessor(policy, "bench", None, AssessorState(), self.now(), NodeProfile(profile))
 
     def __enter__(self) -> BenchNode:
@@ -97,7 +94,6 @@ class BenchNode:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.change({})  # calls that hang read it, and end, and with them their threads
-        self._patch.stop()
         virtual_nvml.uninstall()
         self._log.close()
 
@@ -143,7 +139,7 @@ class BenchNode:
         """Return a poll, ``after_s`` seconds after the last one."""
         self.clock.step(after_s)
         if self._sensors is None:
-            self._sensors = sampler.NodeSensors(self._config, self._page)
+            self._sensors = NodeSensors(self._config, self._page, self.clock)
         urgent = self._sensors.poll_urgent()
         if urgent is not None:
             self.assessor.process_kernel_lines(urgent.kernel_lines, self.now())

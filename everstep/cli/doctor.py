@@ -22,7 +22,7 @@ from everstep.doctor import accelerators, access, limits, memory, network
 from everstep.doctor import sensors as agent_sensors
 from everstep.doctor.results import Check, CheckResult, Status, ok, run_checks
 from everstep.errors import ConfigurationError, EverstepError
-from everstep.host.pci_devices import other_gpus
+from everstep.host.pci_devices import other_gpus, pci_devices
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.v1.local import DEFAULT_AGENT_SOCKET
 from everstep.wire.v1.node_status import NODE_SOCKET
@@ -78,7 +78,7 @@ def doctor(
         "native library": _native,
         "agent": _agent,
         "GPU driver": lambda: accelerators.check_driver(driver()),
-        "other GPUs": lambda: accelerators.check_other_gpus(other_gpus(SYSFS)),
+        "other GPUs": lambda: accelerators.check_other_gpus(other_gpus(pci_devices(SYSFS) or ())),
         "torch": lambda: accelerators.check_torch(accelerators.read_torch(), driver()),
         "controller": partial(_controller, given),
     }

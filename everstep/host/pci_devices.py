@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,48 +28,47 @@ class PciDevice(NamedTuple):
     folder: Path
     vendor: str  # "0x10de"
     kind: str  # its class: "0x030200"
-    driver: str  # empty for none
+
+    @property
+    def driver(self) -> str:
+        """The kernel driver that is bound to it; empty for none."""
+        link = self.folder / "driver"
+        return link.resolve().name if link.exists() else ""
+
+    @property
+    def is_virtual(self) -> bool:
+        """Whether it is a virtual function, which belongs to its physical function."""
+        return (self.folder / "physfn").exists()
 
 
-def pci_devices(sysfs: Path, classes: tuple[str, ...]) -> list[PciDevice]:
-    """Return the devices whose class begins with one of ``classes``, by address; none without a readable bus.
-
-    Virtual functions belong to their physical function and are left out.
-    """
+def pci_devices(sysfs: Path) -> tuple[PciDevice, ...] | None:
+    """Return all devices by address, or None without a readable bus. A bus has hundreds of them."""
     try:
         folders = sorted((sysfs / "bus/pci/devices").iterdir())
     except OSError:
-        return []
-    found = ((folder, kind) for folder in folders if (kind := _text(folder / "class")).startswith(classes))
-    return [
-        PciDevice(folder, _text(folder / "vendor"), kind, _driver(folder))
-        for folder, kind in found
-        if not (folder / "physfn").exists()
-    ]
+        return None
+    return tuple(PciDevice(folder, _text(folder / "vendor"), _text(folder / "class")) for folder in folders)
 
 
-def other_gpus(sysfs: Path) -> dict[str, int]:
+def other_gpus(devices: Iterable[PciDevice]) -> dict[str, int]:
     """Return the number of GPUs, which may be 0, by vendor, for vendors other than NVIDIA.
 
     Graphics built into a processor or a board management controller do not count.
     """
-    found = Counter(map(_other_vendor, pci_devices(sysfs, GPU_CLASSES)))
+    found = Counter(map(_other_vendor, devices))
     return {name: found[name] for name, _ in GPU_DRIVERS.values()}
 
 
 def _other_vendor(device: PciDevice) -> str:
     name, drivers = GPU_DRIVERS.get(device.vendor, ("", ()))
+    if not name or not device.kind.startswith(GPU_CLASSES) or device.is_virtual:
+        return ""
     if device.driver not in drivers or (device.vendor == INTEL and INTEL_INTEGRATED in device.folder.name):
         return ""
     if device.vendor == AMD and device.kind.startswith(VGA_CLASS):
         memory = _text(device.folder / "mem_info_vram_total")
         return name if memory.isdigit() and int(memory) >= MIN_VGA_MEMORY_BYTES else ""
     return name
-
-
-def _driver(folder: Path) -> str:
-    link = folder / "driver"
-    return link.resolve().name if link.exists() else ""
 
 
 def _text(path: Path) -> str:

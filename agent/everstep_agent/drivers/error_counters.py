@@ -9,10 +9,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from everstep.host.pci_devices import pci_devices
+from everstep_agent.drivers.fabric_services import is_switch
+from everstep_agent.drivers.pci_gpus import is_nvidia_gpu
 from everstep_agent.drivers.samples import MemoryModuleSample, PciErrorSample
-from everstep_agent.drivers.sysfs import NVIDIA_VENDOR_ID, entries, nvidia_gpus_on_pci, read_int, read_text
+from everstep_agent.drivers.sysfs import entries, read_int, read_text
 
-_NVSWITCH_CLASS = "0x0680"
 _CONTROLLER = re.compile(r"mc\d+")
 _MODULE = re.compile(r"(dimm|rank)\d+")
 
@@ -51,14 +53,9 @@ def _module(folder: Path) -> MemoryModuleSample:
 
 def watched_pci_devices(root: Path) -> list[Path]:
     """Return GPUs, NVSwitches and RDMA adapters, each followed by the port above it, at the other end of its link."""
-    switches = [
-        device
-        for device in entries(root / "bus/pci/devices")
-        if read_text(device / "vendor") == NVIDIA_VENDOR_ID
-        and (read_text(device / "class") or "").startswith(_NVSWITCH_CLASS)
-    ]
+    of_nvidia = [device.folder for device in pci_devices(root) or () if is_nvidia_gpu(device) or is_switch(device)]
     adapters = {(adapter / "device").resolve() for adapter in entries(root / "class/infiniband")}
-    devices = {device.resolve() for device in (*nvidia_gpus_on_pci(root), *switches)} | adapters
+    devices = {folder.resolve() for folder in of_nvidia} | adapters
     return [end for device in sorted(devices) for end in (device, device.parent)]
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from everstep.host.pci_devices import pci_devices
-from everstep_agent.drivers.sysfs import NVIDIA_VENDOR_ID, entries, read_text
+from everstep.host.pci_devices import PciDevice
+from everstep_agent.drivers.pci_gpus import NVIDIA_VENDOR_ID
+from everstep_agent.drivers.sysfs import entries, read_text
 
 SWITCH_CLASS, SWITCH_DRIVER = "0x0680", "nvidia-nvswitch"
 """PCI class and kernel driver of NVSwitches (open kernel modules, export_nvswitch.h). Under vfio-pci they belong to a
@@ -18,10 +19,13 @@ FABRIC_MANAGER, IMEX = "nv-fabricmanage", "nvidia-imex"
 KERNEL_THREADS_PID, KERNEL_THREADS = 2, "kthreadd"
 
 
-def count_switches(sysfs: Path) -> int:
-    """Return the number of NVSwitches that the NVIDIA driver holds."""
-    found = pci_devices(sysfs, (SWITCH_CLASS,))
-    return sum(device.vendor == NVIDIA_VENDOR_ID and device.driver == SWITCH_DRIVER for device in found)
+def count_switches(devices: Iterable[PciDevice]) -> int:
+    """Return the number of NVSwitches among the devices that the NVIDIA driver holds."""
+    return sum(is_switch(device) and not device.is_virtual and device.driver == SWITCH_DRIVER for device in devices)
+
+
+def is_switch(device: PciDevice) -> bool:
+    return device.vendor == NVIDIA_VENDOR_ID and device.kind.startswith(SWITCH_CLASS)
 
 
 def sees_host(proc: Path) -> bool:

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
+from everstep.host.pci_devices import PciDevice
 from everstep_agent.drivers.samples import InventorySample
-from everstep_agent.drivers.sysfs import entries, read_text
+from everstep_agent.drivers.sysfs import read_text
 
 NETWORK_CLASS_PREFIX = "0x02"
 """PCI class of network controllers: Ethernet, InfiniBand and others."""
 
 
-def read_inventory(sysfs: Path, gpus: int | None) -> InventorySample:
-    """Return the parts of the machine. ``gpus``: number of GPUs on the PCI bus, counted by the caller."""
-    return InventorySample(cpus=_online_cpus(sysfs), gpus=gpus, network_devices=_network_devices(sysfs))
+def read_inventory(sysfs: Path, devices: Iterable[PciDevice], gpus: int | None) -> InventorySample:
+    """Return the parts of the machine.
+
+    Args:
+        sysfs: The root of sysfs.
+        devices: The devices on the PCI bus.
+        gpus: Number of GPUs among them, counted by the caller.
+    """
+    # Devices of other namespaces and drivers count, too.
+    network = tuple(device.folder.name for device in devices if device.kind.startswith(NETWORK_CLASS_PREFIX))
+    return InventorySample(cpus=_online_cpus(sysfs), gpus=gpus, network_devices=network or None)
 
 
 def _online_cpus(sysfs: Path) -> int | None:
@@ -23,9 +33,3 @@ def _online_cpus(sysfs: Path) -> int | None:
         return sum(int(span[-1]) - int(span[0]) + 1 for span in spans)
     except ValueError:
         return None
-
-
-def _network_devices(sysfs: Path) -> tuple[str, ...] | None:
-    """Return the addresses of network devices, those of other namespaces and drivers included; None without a bus."""
-    classes = {device.name: read_text(device / "class") or "" for device in entries(sysfs / "bus/pci/devices")}
-    return tuple(name for name, kind in classes.items() if kind.startswith(NETWORK_CLASS_PREFIX)) or None

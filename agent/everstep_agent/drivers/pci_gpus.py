@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from everstep_agent.drivers.sysfs import nvidia_gpus_on_pci
+from everstep.host.pci_devices import PciDevice
 
+NVIDIA_VENDOR_ID = "0x10de"
+DISPLAY_CLASS_PREFIXES = ("0x0300", "0x0302")
+"""VGA and 3D controllers; the same vendor's audio functions and NVSwitches (0x0680) are no GPUs."""
 NVIDIA_DRIVER = "nvidia"
 _MINOR = re.compile(r"^Device Minor:\s*(\d+)", re.MULTILINE)
 
@@ -34,22 +38,24 @@ class PciGpu(NamedTuple):
         return bool(self.driver) and not self.is_usable
 
 
-def pci_gpus(sysfs: Path, proc: Path, dev: Path) -> tuple[PciGpu, ...] | None:
-    """Return the GPUs on the PCI bus by address, or None without a readable PCI bus.
+def pci_gpus(devices: Iterable[PciDevice] | None, proc: Path, dev: Path) -> tuple[PciGpu, ...] | None:
+    """Return the GPUs among the devices on the PCI bus, or None without a readable bus.
 
-    Virtual functions (of vGPU) belong to their physical function and are left out.
+    Virtual functions (of vGPU) are left out.
     """
-    if not (sysfs / "bus/pci/devices").is_dir():
+    if devices is None:
         return None
-    folders = sorted(folder for folder in nvidia_gpus_on_pci(sysfs) if not (folder / "physfn").exists())
-    return tuple(_gpu(folder, proc, dev) for folder in folders)
+    return tuple(_gpu(device, proc, dev) for device in devices if is_nvidia_gpu(device) and not device.is_virtual)
 
 
-def _gpu(folder: Path, proc: Path, dev: Path) -> PciGpu:
-    link = folder / "driver"
-    driver = link.resolve().name if link.exists() else ""
-    is_visible = driver != NVIDIA_DRIVER or _is_visible(folder.name, proc / "driver/nvidia/gpus", dev)
-    return PciGpu(folder.name.rpartition(".")[0], driver, is_visible)
+def is_nvidia_gpu(device: PciDevice) -> bool:
+    return device.vendor == NVIDIA_VENDOR_ID and device.kind.startswith(DISPLAY_CLASS_PREFIXES)
+
+
+def _gpu(device: PciDevice, proc: Path, dev: Path) -> PciGpu:
+    driver, address = device.driver, device.folder.name
+    is_visible = driver != NVIDIA_DRIVER or _is_visible(address, proc / "driver/nvidia/gpus", dev)
+    return PciGpu(address.rpartition(".")[0], driver, is_visible)
 
 
 def _is_visible(address: str, gpus: Path, dev: Path) -> bool:

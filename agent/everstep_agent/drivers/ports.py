@@ -12,8 +12,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from everstep.host.pci_devices import pci_devices
+from everstep_agent.drivers.pci_gpus import is_nvidia_gpu
 from everstep_agent.drivers.samples import PortRole
-from everstep_agent.drivers.sysfs import entries, leading_number, nvidia_gpus_on_pci, read_int, read_text
+from everstep_agent.drivers.sysfs import entries, leading_number, read_int, read_text
 
 COUNTERS: dict[str, dict[str, tuple[str, ...]]] = {
     "infiniband": {
@@ -293,7 +295,8 @@ class PortRoles:
         ports = list(ports)
         devices = frozenset(port.device.folder for port in ports if port.device is not None)
         if not devices <= self._known:  # at the start, and when a device was plugged in
-            found = ((gpu.name, _device(gpu)) for gpu in nvidia_gpus_on_pci(self._root))
+            gpus = (device.folder for device in pci_devices(self._root) or () if is_nvidia_gpu(device))
+            found = ((gpu.name, _device(gpu)) for gpu in gpus)
             self._gpus = {name: device for name, device in found if device is not None}
         self._known = devices
         routes = default_route_ports(self._root, self._proc)

@@ -11,10 +11,6 @@ from typing import NamedTuple
 
 from everstep.wire.v1.agent import MAX_HARDWARE_TEXT, Host
 
-NVIDIA_VENDOR_ID = "0x10de"
-DISPLAY_CLASS_PREFIXES = ("0x0300", "0x0302")
-"""VGA and 3D controllers; the same vendor's audio functions and NVSwitches (0x0680) are no GPUs."""
-
 
 class PcieLimit(NamedTuple):
     """The fastest generation and the most lanes of a PCIe link known to the kernel; None if unknown."""
@@ -70,16 +66,6 @@ def host_identity(sysfs: Path, proc: Path) -> Host:
     files = {"vendor": dmi / "sys_vendor", "product": dmi / "product_name", "serial": dmi / "product_serial"}
     files |= {"chassis_serial": dmi / "chassis_serial", "kernel": proc / "sys/kernel/osrelease"}
     return Host(**{name: (read_text(path) or "")[:MAX_HARDWARE_TEXT] for name, path in files.items()})
-
-
-def nvidia_gpus_on_pci(root: Path) -> list[Path]:
-    """Return the NVIDIA display controllers in ``bus/pci/devices``, without NVML."""
-    return [
-        device
-        for device in entries(root / "bus/pci/devices")
-        if read_text(device / "vendor") == NVIDIA_VENDOR_ID
-        and (read_text(device / "class") or "").startswith(DISPLAY_CLASS_PREFIXES)
-    ]
 
 
 def pcie_limit(root: Path, bus_id: str) -> PcieLimit:

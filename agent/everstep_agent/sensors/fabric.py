@@ -105,35 +105,33 @@ SERVICES_EVERY = 10
 """Polls between looks for the Fabric Manager and IMEX."""
 SEARCH_EVERY = 3
 """Such looks between searches of all processes for one that does not run."""
-SWITCHES_EVERY = 60
-"""Polls between looks at the PCI bus, which has hundreds of files."""
+IMEX_EVERY = 60
+"""Polls between looks at the configuration of IMEX."""
 
 
 @dataclass
 class NvlinkFabricSensor:
     """The fabric of the node as a whole."""
 
-    sysfs: Path
     proc: Path
     etc: Path
     dev: Path
     _polls: int = 0
     _looks: int = 0
-    _switches: int = 0
     _is_imex_configured: bool = False
     _pids: dict[str, int] = field(default_factory=dict)
     _sees_host: bool = False
 
-    def poll(self, gpus: tuple[GpuSample, ...]) -> NvlinkFabricSample:
-        if self._polls % SWITCHES_EVERY == 0:
-            self._switches = fabric_services.count_switches(self.sysfs)
+    def poll(self, gpus: tuple[GpuSample, ...], switches: int) -> NvlinkFabricSample:
+        """Return the sample. ``switches``: number of NVSwitches that the NVIDIA driver holds."""
+        if self._polls % IMEX_EVERY == 0:
             self._is_imex_configured = fabric_services.is_imex_configured(self.etc, self.dev)
-        if self._polls % SERVICES_EVERY == 0 and (self._switches or self._is_imex_configured):
-            self._look_for_services()
+        if self._polls % SERVICES_EVERY == 0 and (switches or self._is_imex_configured):
+            self._look_for_services(bool(switches))
         self._polls += 1
         domains, pairs = _domains(gpus), _unreachable_pairs(gpus)
         return NvlinkFabricSample(
-            switches=self._switches,
+            switches=switches,
             manager_running=FABRIC_MANAGER in self._pids if self._sees_host else None,
             imex_wanted=self._is_imex_configured and any(gpu.processes.processes for gpu in gpus),
             imex_running=IMEX in self._pids if self._sees_host else None,
@@ -142,12 +140,12 @@ class NvlinkFabricSensor:
             detail="; ".join([*(domains if len(domains) > 1 else ()), _pairs_detail(pairs or [])]).strip("; "),
         )
 
-    def _look_for_services(self) -> None:
+    def _look_for_services(self, has_switches: bool) -> None:
         """Check that the known processes still run. Only now and then search for the others."""
         proc = self.proc
         self._sees_host = fabric_services.sees_host(proc)
         self._pids = {name: pid for name, pid in self._pids.items() if fabric_services.process_name(proc, pid) == name}
-        wanted = {FABRIC_MANAGER} if self._switches else set()
+        wanted = {FABRIC_MANAGER} if has_switches else set()
         wanted |= {IMEX} if self._is_imex_configured else set()
         if wanted - self._pids.keys() and self._looks % SEARCH_EVERY == 0:
             self._pids |= fabric_services.find_processes(proc, wanted)

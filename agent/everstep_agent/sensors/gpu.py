@@ -163,9 +163,9 @@ class GpuSensor:
             return None
         return events
 
-    def check_bus(self) -> None:
+    def check_bus(self, on_bus: tuple[PciGpu, ...] | None) -> None:
         """Open NVML afresh soon if the GPUs on the PCI bus have changed: NVML lists those of its opening."""
-        self._must_reopen |= self.on_bus() != self.bus
+        self._must_reopen |= on_bus != self.bus
 
     def close(self) -> None:
         if self._library is not None:

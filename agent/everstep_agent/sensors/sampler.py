@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -24,12 +25,14 @@ if "ctypes.util" not in sys.modules:
     sys.modules["ctypes.util"] = ModuleType("ctypes.util")
     sys.modules["ctypes.util"].find_library = lambda name: None  # type: ignore[attr-defined]
 
+from everstep.clock import Clock
 from everstep.host.parent_process import die_with_parent
-from everstep.host.pci_devices import other_gpus
+from everstep.host.pci_devices import PciDevice, other_gpus, pci_devices
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.wire.framing import FrameDecoder, encode_frame
 from everstep_agent.drivers import sysfs
 from everstep_agent.drivers.commands import at_once
+from everstep_agent.drivers.fabric_services import count_switches
 from everstep_agent.drivers.inventory import read_inventory
 from everstep_agent.drivers.pci_gpus import PciGpu, pci_gpus
 from everstep_agent.drivers.samples import InventorySample, OtherGpusSample, PciGpuCounts
@@ -56,46 +59,52 @@ CONTROL_CHECK_S = 0.1
 class NodeSensors:
     """The sensors of one machine, real or virtual."""
 
-    def __init__(self, config: SensorConfig, activity_page: mmap.mmap) -> None:
+    def __init__(self, config: SensorConfig, activity_page: mmap.mmap, clock: Clock) -> None:
         self._activity_page = activity_page
-        self._interval_s = config.interval_s
-        self._gpu = GpuSensor(config.slow_every, lambda activity: None, self._slot, self._read_bus)
-        self._driver: GpuDriver = GpuWatch(self._gpu, SYSTEM_CLOCK, config.hang_timeout_s, config.start_timeout_s)
+        self._clock = clock
         self._machine: VirtualMachine | None = None
-        self._sysfs, self._proc = Path(config.sysfs_root), Path(config.proc_root)
-        etc, dev = ETC, DEV
-        if config.scenario is not None:
+        if config.scenario is None:
+            self._sysfs, self._proc = Path(config.sysfs_root), Path(config.proc_root)
+            etc, dev = ETC, DEV
+            # What an earlier process of this agent has read, its supervisor knows.
+            self._earlier_boot = EarlierBootSensor(self._sysfs, clock, _has_started=config.is_resumed)
+            self._units = SystemdUnitSensor(config.watch_units)
+        else:
             from everstep_agent.virtual import machine_tree, virtual_nvml  # a real node never needs them
 
-            self._machine = VirtualMachine(config.scenario, config.control_file, config.is_resumed)
-            virtual_nvml.install(self._machine, SYSTEM_CLOCK)
+            machine = self._machine = VirtualMachine(config.scenario, config.control_file, config.is_resumed)
+            virtual_nvml.install(machine, clock)
             self._tree = machine_tree.MachineTree(Path(config.machine_folder))
-            self._tree.update(self._machine)
+            self._tree.update(machine)
             self._sysfs, self._proc = self._tree.sys, self._tree.proc
             etc, dev = self._tree.etc, self._tree.dev
-        self._gpu.sees_all_processes = sysfs.is_host_pid_namespace(self._proc)
+            self._earlier_boot = EarlierBootSensor(
+                self._sysfs, clock, self._sysfs, machine.journal_lines, at_once, math.inf
+            )
+            units = config.watch_units or tuple(machine.host.units)
+            self._units = SystemdUnitSensor(units, machine.show_units, at_once)
+        self._gpu = GpuSensor(
+            config.slow_every,
+            lambda activity: None,
+            partial(sysfs.pcie_limit, self._sysfs),
+            lambda: self._gpus_among(pci_devices(self._sysfs)),
+            sees_all_processes=sysfs.is_host_pid_namespace(self._proc),
+            reads_gpm=config.reads_gpm,
+        )
+        self._driver: GpuDriver = GpuWatch(self._gpu, clock, config.hang_timeout_s, config.start_timeout_s)
         self._polls = 0
-        self._gpu.reads_gpm = config.reads_gpm
         self._pause_file = config.pause_file
         self._network = NetworkSensor(self._sysfs, self._proc)
         self._host = HostSensor(self._proc)
         self._hardware = HostHardwareSensor(self._sysfs)
-        self._units = SystemdUnitSensor(config.watch_units)
-        # What an earlier process of this agent has read, its supervisor knows.
-        self._earlier_boot = EarlierBootSensor(self._sysfs, SYSTEM_CLOCK, _has_started=config.is_resumed)
-        if self._machine is not None:
-            self._earlier_boot = EarlierBootSensor(
-                self._sysfs, SYSTEM_CLOCK, self._sysfs, self._machine.journal_lines, at_once, math.inf
-            )
-            units = config.watch_units or tuple(self._machine.host.units)
-            self._units = SystemdUnitSensor(units, self._machine.show_units, at_once)
         self._host_id = sysfs.host_identity(self._sysfs, self._proc)
-        self._fabric = NvlinkFabricSensor(self._sysfs, self._proc, etc, dev)
-        self._other_gpus: dict[str, int] = {}
+        self._fabric = NvlinkFabricSensor(self._proc, etc, dev)
         self._paths = PathSensor(
-            config.disk_paths, self._proc, SYSTEM_CLOCK, Path(config.vault_folder) if config.vault_folder else None
+            config.disk_paths, self._proc, clock, Path(config.vault_folder) if config.vault_folder else None
         )
         self._inventory = InventorySample()
+        self._other_gpus: tuple[OtherGpusSample, ...] = ()
+        self._switches = 0
 
     def poll_urgent(self) -> PollResult | None:
         """Return data to send before touching anything that may block, or None."""
@@ -112,19 +121,15 @@ class NodeSensors:
         gpus = self._driver.poll() if held_s is None else self._driver.close()
         nvml = msgspec.structs.replace(self._driver.state, paused_s=held_s)
         self._polls += 1
-        if self._polls % PCI_EVERY == 0:
-            self._gpu.check_bus()
         on_bus = self._gpu.bus
         around = self._poll_machine()
-        if self._polls % PCI_EVERY == 1:
-            self._other_gpus = other_gpus(self._sysfs)
         return msgspec.structs.replace(
             around,
             driver_version=self._driver.version,
             known_gpus=self._driver.devices,
             gpus=gpus,
-            fabric=self._fabric.poll(gpus),
-            other_gpus=tuple(OtherGpusSample(vendor=name, unwatched=n) for name, n in self._other_gpus.items()),
+            fabric=self._fabric.poll(gpus, self._switches),
+            other_gpus=self._other_gpus,
             nvml=nvml,
             pci_gpus=PciGpuCounts(
                 usable=None if on_bus is None else sum(gpu.is_usable for gpu in on_bus),
@@ -136,7 +141,7 @@ class NodeSensors:
 
     def wait_xid_events(self, until: float) -> PollResult | None:
         """Wait until the next poll (monotonic seconds), or for XIDs that should not wait for it."""
-        remaining_s = until - SYSTEM_CLOCK.monotonic()
+        remaining_s = until - self._clock.monotonic()
         if remaining_s <= 0:
             return None
         if self._machine is not None:
@@ -156,8 +161,7 @@ class NodeSensors:
         ports = self._network.poll()
         self._set_activity("host")
         if self._polls % PCI_EVERY == 1:
-            gpus = self._read_bus()
-            self._inventory = read_inventory(self._sysfs, None if gpus is None else len(gpus))
+            self._walk_bus()
         try:
             boot_id = sysfs.boot_id(self._proc)
         except OSError as error:
@@ -181,17 +185,22 @@ class NodeSensors:
         if not self._pause_file:
             return None
         try:
-            return max(0.0, SYSTEM_CLOCK.wall() - os.stat(self._pause_file).st_mtime)
+            return max(0.0, self._clock.wall() - os.stat(self._pause_file).st_mtime)
         except OSError:
             return None
 
-    def _read_bus(self) -> tuple[PciGpu, ...] | None:
-        machine = self._machine
-        return pci_gpus(self._sysfs, self._proc, DEV) if machine is None else machine.pci_gpus()
+    def _walk_bus(self) -> None:
+        """Read the devices on the PCI bus once, for all sensors that look for some of them."""
+        devices = pci_devices(self._sysfs)
+        gpus, found = self._gpus_among(devices), devices or ()
+        self._gpu.check_bus(gpus)
+        self._inventory = read_inventory(self._sysfs, found, None if gpus is None else len(gpus))
+        self._other_gpus = tuple(OtherGpusSample(vendor=name, unwatched=n) for name, n in other_gpus(found).items())
+        self._switches = count_switches(found)
 
-    def _slot(self, bus_id: str) -> sysfs.PcieLimit:
-        """Return the limit of the PCIe slot at the address."""
-        return sysfs.pcie_limit(self._sysfs, bus_id)
+    def _gpus_among(self, devices: tuple[PciDevice, ...] | None) -> tuple[PciGpu, ...] | None:
+        machine = self._machine
+        return pci_gpus(devices, self._proc, DEV) if machine is None else machine.pci_gpus()
 
     def _set_activity(self, activity: str) -> None:
         self._activity_page[:ACTIVITY_BYTES] = activity.encode()[:ACTIVITY_BYTES].ljust(ACTIVITY_BYTES, b"\0")
@@ -208,7 +217,7 @@ def _receive_config(channel: socket.socket) -> SensorConfig:
 def serve(channel: socket.socket, activity_page: mmap.mmap) -> None:
     """Poll until the supervisor disconnects."""
     config = _receive_config(channel)
-    node = NodeSensors(config, activity_page)
+    node = NodeSensors(config, activity_page, SYSTEM_CLOCK)
     due = SYSTEM_CLOCK.monotonic()
 
     def send(*messages: PollResult | None) -> None:

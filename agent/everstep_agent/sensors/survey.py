@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 
 from everstep.doctor.results import CheckResult, fail, ok, run_checks, warn
+from everstep.host.pci_devices import pci_devices
 from everstep_agent.config import PROGRAM
 from everstep_agent.drivers import nvml
 from everstep_agent.drivers.kmsg import KernelLog, LogPosition, is_null_device
@@ -139,7 +140,7 @@ def check_hardware(sys_root: Path) -> Iterator[CheckResult]:
 def check_bus(sys_root: Path, proc: Path, dev: Path, found: list[PciGpu]) -> Iterator[CheckResult]:
     """Check the GPUs on the PCI bus, and put them into ``found``."""
     name = "PCI bus"
-    gpus = pci_gpus(sys_root, proc, dev)
+    gpus = pci_gpus(pci_devices(sys_root), proc, dev)
     if gpus is None:
         yield warn(name, f"{sys_root} has no bus/pci, so a GPU that leaves the bus will not be missed: mount sysfs")
         return

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from everstep.host.pci_devices import pci_devices
 from everstep_agent.drivers.pci_gpus import PciGpu, pci_gpus
 from everstep_agent.sensors.gpu import REOPEN_EVERY, GpuSensor
 from everstep_agent.virtual.scenario import VirtualMachine
@@ -32,7 +33,7 @@ def add_proc(root: Path, address: str, minor: int, has_file: bool = True) -> Non
 
 
 def read(root: Path) -> tuple[PciGpu, ...] | None:
-    return pci_gpus(root / "sys", root / "proc", root / "dev")
+    return pci_gpus(pci_devices(root / "sys"), root / "proc", root / "dev")
 
 
 def test_gpus_on_the_bus_have_their_driver(tmp_path: Path) -> None:
@@ -89,7 +90,7 @@ def test_gpu_that_comes_back_is_listed_and_never_missed(machine: VirtualMachine,
         if poll == 2:
             control.write()
             machine.reload_control()
-        sensor.check_bus()
+        sensor.check_bus(machine.pci_gpus())
     assert seen[0] == (7, 7)
     assert seen[-1] == (8, 8)
     assert all(listed == expected for listed, expected in seen)

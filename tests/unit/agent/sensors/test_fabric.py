@@ -9,11 +9,13 @@ from typing import Any
 import pynvml
 import pytest
 
+from everstep.host.pci_devices import pci_devices
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep.vocabulary import Action, Severity
+from everstep_agent.drivers.fabric_services import count_switches
 from everstep_agent.drivers.gpu_samples import FabricSample
 from everstep_agent.drivers.samples import HostSample
-from everstep_agent.sensors.fabric import SWITCHES_EVERY, NvlinkFabricSensor
+from everstep_agent.sensors.fabric import IMEX_EVERY, NvlinkFabricSensor
 from everstep_agent.sensors.gpu import GpuSensor
 from everstep_agent.virtual.machine_tree import MachineTree
 from everstep_agent.virtual.scenario import FABRIC_HEALTHY, VirtualMachine, load_scenario
@@ -34,7 +36,7 @@ class Node:
         self.tree.update(self.machine)
         install(self.machine, SYSTEM_CLOCK)
         self.gpus = GpuSensor(slow_every=1, set_activity=lambda activity: None)
-        self.fabric = NvlinkFabricSensor(self.tree.sys, self.tree.proc, self.tree.etc, self.tree.dev)
+        self.fabric = NvlinkFabricSensor(self.tree.proc, self.tree.etc, self.tree.dev)
         self.judge = TimedAssessor()
 
     def change(self, gpu: dict[str, Any] | None = None, every: bool = False, **content: Any) -> None:
@@ -49,8 +51,9 @@ class Node:
     def poll(self, count: int = 1, uptime_s: float = 86_400.0) -> dict[str, str]:
         """Poll, and return the subjects of findings above info by rule."""
         gpus = tuple(with_values(sample, energy_j=None) for sample in self.gpus.poll())
+        switches = count_switches(pci_devices(self.tree.sys) or ())
         for _ in range(count):
-            self.judge.polls(1, *gpus, fabric=self.fabric.poll(gpus), host=HostSample(uptime_s=uptime_s))
+            self.judge.polls(1, *gpus, fabric=self.fabric.poll(gpus, switches), host=HostSample(uptime_s=uptime_s))
         found = self.judge.assessor.findings
         assert all(finding.action is Action.NONE for finding in found)
         return {finding.rule: finding.subject for finding in found if finding.severity is not Severity.INFO}
@@ -113,7 +116,7 @@ def test_gpu_without_a_partition_is_only_told(node: Node) -> None:
 
 
 def test_dead_fabric_manager_is_a_warning_with_its_cure(node: Node) -> None:
-    assert node.poll(SWITCHES_EVERY) == {}
+    assert node.poll(IMEX_EVERY) == {}
     node.change(fabric={"manager": False})
     assert node.poll(160) == {"fabric-manager-missing": "fabric-manager"}
     (finding,) = node.judge.assessor.findings

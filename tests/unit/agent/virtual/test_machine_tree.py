@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from everstep.host.pci_devices import pci_devices
 from everstep.wire.v1.agent import Host
 from everstep_agent.drivers import sysfs
+from everstep_agent.drivers.pci_gpus import is_nvidia_gpu
 from everstep_agent.drivers.samples import PortPresence, PortRole, PortSample
 from everstep_agent.sensors.host import PROCESSES_EVERY, HostSensor
 from everstep_agent.sensors.network import COUNTERS_EVERY, NetworkSensor
@@ -50,7 +52,7 @@ def test_real_sensors_read_the_default_machine(bench: Bench) -> None:
     sample = bench.host.poll()
     assert (sample.uptime_s, sample.load, sample.stuck_processes, sample.zombies) == (86_400.0, 1.0, 0, 0)
     assert sample.memory_available_fraction == pytest.approx(0.9)
-    assert len(sysfs.nvidia_gpus_on_pci(bench.tree.sys)) == 8
+    assert sum(map(is_nvidia_gpu, pci_devices(bench.tree.sys) or ())) == 8
     assert sysfs.boot_id(bench.tree.proc) == "virtual-boot-1"
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.host.pci_devices import other_gpus
+from everstep.host.pci_devices import other_gpus, pci_devices
 
 GIB = 1 << 30
 
@@ -25,14 +25,18 @@ def add_device(
     return device
 
 
+def gpus_below(sysfs: Path) -> dict[str, int]:
+    return other_gpus(pci_devices(sysfs) or ())
+
+
 def test_gpus_of_other_vendors_are_counted(tmp_path: Path) -> None:
-    assert not any(other_gpus(tmp_path).values())
+    assert not any(gpus_below(tmp_path).values())
     add_device(tmp_path, "0000:05:00.0", "0x1002", "0x120000", "amdgpu")
     add_device(tmp_path, "0000:15:00.0", "0x1002", "0x038000", "amdgpu")
     add_device(tmp_path, "0000:25:00.0", "0x1002", "0x030000", "amdgpu", memory_bytes=48 * GIB)
     add_device(tmp_path, "0000:35:00.0", "0x8086", "0x038000", "xe")
     (add_device(tmp_path, "0000:35:00.1", "0x8086", "0x038000", "xe") / "physfn").mkdir()
-    assert other_gpus(tmp_path) == {"AMD": 3, "Intel": 1}
+    assert gpus_below(tmp_path) == {"AMD": 3, "Intel": 1}
 
 
 @pytest.mark.parametrize(
@@ -54,4 +58,4 @@ def test_other_graphics_are_no_unwatched_gpus(
     tmp_path: Path, address: str, vendor: str, kind: str, driver: str, memory_bytes: int | None
 ) -> None:
     add_device(tmp_path, address, vendor, kind, driver, memory_bytes)
-    assert not any(other_gpus(tmp_path).values())
+    assert not any(gpus_below(tmp_path).values())
