@@ -76,7 +76,10 @@ class Severity(StrEnum):
     @property
     def gravity(self) -> int:
         """Its place in this order."""
-        return list(Severity).index(self)
+        return _GRAVITY[self]
+
+
+_GRAVITY = {severity: gravity for gravity, severity in enumerate(Severity)}
 
 
 class Action(StrEnum):

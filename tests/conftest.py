@@ -45,6 +45,10 @@ SERVER_VARIANTS = {"postgresql", "slurm"}
 LONGEST_TEMPORARY = 24
 """Bytes of the temporary directory's path: a unix socket below it may have a path of 107 bytes."""
 
+SHARED_MEMORY = "/dev/shm"
+NEEDED_MEMORY = 4 << 30
+"""Free bytes of shared memory from which on temporary files are kept there; a run needs a tenth of them."""
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Let Ctrl-C work in a shell's background job, which inherits an ignored SIGINT; some tests send it."""
@@ -73,9 +77,12 @@ def pytest_collection() -> Generator[None, object, object]:
 def own_temporary_directory() -> None:
     """Give the session and its processes a temporary directory of their own, which is removed at the end.
 
-    Processes that tests kill leave files behind. ``tmp_path`` stays elsewhere, for a look at failed tests.
+    Processes that tests kill leave files behind. ``tmp_path`` stays elsewhere, for a look at failed tests. Both are in
+    memory if there is enough: tests make thousands of small files and databases.
     """
     usual = tempfile.gettempdir()
+    if os.path.isdir(SHARED_MEMORY) and shutil.disk_usage(SHARED_MEMORY).free >= NEEDED_MEMORY:
+        usual = SHARED_MEMORY
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", usual)
     own = tempfile.mkdtemp(prefix="ev-", dir=usual if len(os.fsencode(usual)) <= LONGEST_TEMPORARY else "/tmp")
     os.environ["TMPDIR"] = tempfile.tempdir = own

@@ -133,5 +133,5 @@ class Terminal:
                 raise AssertionError(
                     f"shown by the document but not printed:\n{missing}\nprinted first:\n{first}\nlast:\n{printed}"
                 )
-            time.sleep(0.2)
+            time.sleep(1.0)  # each command loads Python anew
             printed = self.run(reads)

@@ -22,9 +22,10 @@ TUTORIAL = (ROOT / "docs/start/tutorial.md").read_text()
 
 @pytest.fixture
 def directory(short_path: Path) -> Path:
-    """An empty directory with the tutorial's script in it."""
+    """An empty directory with the tutorial's script in it, with longer pauses that leave the processors to others."""
     (script,) = (block.text for block in sections(TUTORIAL)[1] if block.language == "python")
-    (short_path / "train.py").write_text(script)
+    assert "time.sleep(0.05)" in script
+    (short_path / "train.py").write_text(script.replace("time.sleep(0.05)", "time.sleep(0.2)"))
     return short_path
 
 
@@ -62,7 +63,7 @@ def shown(number: int) -> list[str]:
 
 def test_local_run_prints_the_output_in_the_tutorial(directory: Path, environment: dict[str, str]) -> None:
     with (
-        Terminal(directory, "first", environment | {"STEPS": "600"}) as first,
+        Terminal(directory, "first", environment | {"STEPS": "150"}) as first,
         Terminal(directory, "second", environment) as second,
     ):
         (launch, status), (launched, state) = commands(2), shown(2)

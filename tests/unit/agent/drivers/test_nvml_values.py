@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
+import msgspec
 import pynvml
 import pytest
 
@@ -73,6 +74,9 @@ FIELDS = ("field 82", "field 83", "field 230")
 ERRORS = (1, 2, 3, 4, 6, 8, 10, 11, 13, 15, 16, 17, 20, 21, 25, 27, 999)
 """The errors of nvml.h that a call on a GPU may return."""
 
+KINDS_OF_ERRORS = (2, 3, 15, 16, 999)
+"""One error of each kind that the driver tells apart: invalid argument, not offered, lost, reset required, another."""
+
 assert (len(READS) + len(IDENTITY) + len(FIELDS), len(ERRORS)) == (50, 17)
 
 NAMES_SINCE_12_570 = (
@@ -93,8 +97,10 @@ NAMES_SINCE_12_570 = (
 
 @pytest.fixture
 def machine(control: Control) -> Iterator[VirtualMachine]:
-    """Three GPUs: enough for one to fail between two others."""
-    machine = VirtualMachine(load_scenario("default:3", "n1"), str(control.path))
+    """Three GPUs with two links each: enough for one GPU to fail between two others."""
+    scenario = load_scenario("default:3", "n1")
+    gpus = tuple(msgspec.structs.replace(gpu, nvlinks=2) for gpu in scenario.gpu)  # each link costs calls
+    machine = VirtualMachine(msgspec.structs.replace(scenario, gpu=gpus), str(control.path))
     install(machine, SYSTEM_CLOCK)
     yield machine
     uninstall()
@@ -117,7 +123,7 @@ def reopened(sensor: GpuSensor) -> GpuSensor:
 @pytest.mark.parametrize("call", [*READS, *IDENTITY, *FIELDS])
 def test_failing_call_costs_its_own_values_only(machine: VirtualMachine, control: Control, call: str) -> None:
     healthy = sensor_of(machine).poll()
-    for code in ERRORS:
+    for code in ERRORS if call == "nvmlDeviceGetTemperature" else KINDS_OF_ERRORS:
         control.write(gpus={"1": {"calls": {call: {"error": code}}}})
         machine.reload_control()
         sensor = sensor_of(machine)
@@ -139,8 +145,13 @@ def test_failing_call_costs_its_own_values_only(machine: VirtualMachine, control
             assert again.failed_values == 0
 
 
-@pytest.mark.parametrize("code", ERRORS)
-@pytest.mark.parametrize("call", ["nvmlDeviceGetHandleByIndex_v2", *IDENTITY])
+@pytest.mark.parametrize(
+    ("call", "code"),
+    [
+        *(("nvmlDeviceGetHandleByIndex_v2", code) for code in ERRORS),
+        *((call, code) for call in IDENTITY for code in (15, 16, 999)),
+    ],
+)
 def test_only_nvml_loss_makes_a_reopened_gpu_lost(
     machine: VirtualMachine, control: Control, call: str, code: int
 ) -> None:
