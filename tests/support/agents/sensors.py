@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 from collections.abc import AsyncIterator, Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,12 @@ from everstep_agent.sensors.sensor_messages import PollResult, SensorReport
 BUS = "0000:1b:00"
 FELL_OFF = f"NVRM: Xid (PCI:{BUS}): 79, pid=1234, GPU has fallen off the bus."
 DEADLINE_S = 60.0
+
+
+@cache
+def built_in_policy() -> FindingPolicy:
+    """Return the built-in rules, parsed once."""
+    return load_policy()
 
 
 def gpu(**values: Any) -> GpuSample:
@@ -68,7 +75,9 @@ class TimedAssessor:
         self, policy: FindingPolicy | None = None, memory: AssessorState | None = None, expected: int | None = None
     ) -> None:
         self.clock = ManualClock()
-        self.assessor = FindingAssessor(policy or load_policy(), "n1", expected, memory or AssessorState(), self.now())
+        self.assessor = FindingAssessor(
+            policy or built_in_policy(), "n1", expected, memory or AssessorState(), self.now()
+        )
 
     def now(self) -> Instant:
         return Instant(self.clock.wall(), self.clock.monotonic())

@@ -10,10 +10,11 @@ and ends the process. pytest-xdist then reports the test as crashed, and goes on
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import os
-from collections.abc import Generator, Iterator
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
 from typing import TextIO
 
 import pytest
@@ -21,10 +22,21 @@ import pytest
 ERRORS = pytest.StashKey[TextIO]()
 
 
+@dataclass(frozen=True)
+class Bound:
+    """The running bound: the time-out that it is for, 0 for none, and the moment from which on it counts."""
+
+    limit_s: float = 0.0
+    since: float = 0.0
+
+
+BOUND = pytest.StashKey[Bound]()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addini(
         "hard_timeout_after_s",
-        "seconds after a test's own time-out, in each of its phases, at which its process ends",
+        "seconds after a test's own time-out at which its process ends",
         default="60",
     )
 
@@ -32,45 +44,44 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     # pytest-xdist and capturing replace the streams. The duplicate keeps the process's own standard error.
     config.stash[ERRORS] = os.fdopen(os.dup(2), "w", closefd=True)
+    config.stash[BOUND] = Bound()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
+    faulthandler.cancel_dump_traceback_later()
     config.stash[ERRORS].close()
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_setup(item: pytest.Item) -> Generator[None, None, None]:
-    with bounded(item):
-        yield
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """End the process if the test takes longer than its time-out and ``hard_timeout_after_s`` together.
 
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    with bounded(item):
-        yield
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
-    with bounded(item):
-        yield
-
-
-@contextlib.contextmanager
-def bounded(item: pytest.Item) -> Iterator[None]:
-    """End the process if the block takes longer than the test's time-out and ``hard_timeout_after_s`` together.
-
-    Args:
-        item: The test. A time-out of 0, with which people debug, sets no bound.
+    A time-out of 0, with which people debug, sets no bound. Each bound is a thread, and its end takes as long as a
+    small test: tests that follow soon share one.
     """
+    bound = item.config.stash[BOUND]
+    limit_s = timeout_of(item)
+    if bound.limit_s != limit_s or time.monotonic() - bound.since > limit_s / 20:
+        set_bound(item)
+    return (yield)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
+    """Set the bound again: pytest's own plugin for faulthandler has just cancelled it."""
+    if isinstance(node, pytest.Item):
+        set_bound(node)
+
+
+def set_bound(item: pytest.Item) -> None:
+    """Set the bound of a test and of those that follow within a twentieth of its time-out."""
     limit_s = timeout_of(item)
     if limit_s > 0:
-        after_s = limit_s + float(item.config.getini("hard_timeout_after_s"))
+        after_s = limit_s * 21 / 20 + float(item.config.getini("hard_timeout_after_s"))
         faulthandler.dump_traceback_later(after_s, file=item.config.stash[ERRORS], exit=True)
-    try:
-        yield
-    finally:
+    else:
         faulthandler.cancel_dump_traceback_later()
+    item.config.stash[BOUND] = Bound(limit_s, time.monotonic())
 
 
 def timeout_of(item: pytest.Item) -> float:

@@ -164,5 +164,10 @@ class Watched:
             self.judge.polls(1, ports=self.sensor.poll())
             self.seen |= {finding.rule: finding for finding in self.judge.assessor.findings}
 
+    def watch(self, seconds: int) -> None:
+        """Poll each second at first, and then more seldom, which costs less."""
+        self.poll(10)
+        self.poll((seconds - 10) // 5, every_s=5.0)
+
     def active(self) -> set[tuple[str, str]]:
         return {(finding.rule, finding.subject) for finding in self.judge.assessor.findings}

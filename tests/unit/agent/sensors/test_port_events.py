@@ -207,9 +207,9 @@ HARMLESS = [
 @pytest.mark.parametrize("event", HARMLESS, ids=lambda event: event.__name__)
 def test_harmless_event_accuses_nobody(node: Watched, event: Callable[[PortTree], Undo]) -> None:
     undo = event(node.tree)
-    node.poll(EVENT_POLLS)
+    node.watch(EVENT_POLLS)
     undo()
-    node.poll(EVENT_POLLS)
+    node.watch(EVENT_POLLS)
     assert {finding.severity for finding in node.seen.values()} <= {Severity.INFO}
 
 
@@ -283,7 +283,7 @@ def test_link_loss_between_polls_is_told_and_harms_nobody(node: Watched) -> None
     assert node.active() == {("port-link-lost", "mlx5_0/1")}
     finding = node.seen["port-link-lost"]
     assert (finding.severity, finding.action, finding.mode) == (Severity.INFO, Action.NONE, Mode.OBSERVE)
-    node.poll(1300)
+    node.poll(130, every_s=10.0)
     assert node.active() == set()
 
 
