@@ -61,7 +61,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     """
     bound = item.config.stash[BOUND]
     limit_s = timeout_of(item)
-    if bound.limit_s != limit_s or time.monotonic() - bound.since > limit_s / 20:
+    if bound.limit_s != limit_s or time.perf_counter() - bound.since > limit_s / 20:
         set_bound(item)
     return (yield)
 
@@ -81,7 +81,7 @@ def set_bound(item: pytest.Item) -> None:
         faulthandler.dump_traceback_later(after_s, file=item.config.stash[ERRORS], exit=True)
     else:
         faulthandler.cancel_dump_traceback_later()
-    item.config.stash[BOUND] = Bound(limit_s, time.monotonic())
+    item.config.stash[BOUND] = Bound(limit_s, time.perf_counter())
 
 
 def timeout_of(item: pytest.Item) -> float:
