@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,16 +55,23 @@ def may_mount() -> bool:
     )
 
 
-def test_loader_workers_outlive_a_small_shared_memory(short_path: Path) -> None:
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A directory that stays in sight below the mount; temporary directories of tests may be in /dev/shm."""
+    with tempfile.TemporaryDirectory(prefix="ev-", dir="/var/tmp") as name:
+        yield Path(name)
+
+
+def test_loader_workers_outlive_a_small_shared_memory(folder: Path) -> None:
     if not may_mount():
         pytest.skip("no mount namespace may be made here")
-    (short_path / "train.py").write_text(TRAIN)
+    (folder / "train.py").write_text(TRAIN)
     launch = f"{sys.executable} -m everstep_trainer.launch --nproc-per-node 2 --standalone --hang-threshold-s 120"
-    command = f"{MOUNT} {launch} --state-dir {short_path / 'state'} train.py"
+    command = f"{MOUNT} {launch} --state-dir {folder / 'state'} train.py"
     result = subprocess.run(
         ["unshare", "-m", "sh", "-c", command],
-        cwd=short_path,
-        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": str(short_path)},
+        cwd=folder,
+        env={"PYTHONPATH": str(ROOT), "PATH": "/usr/sbin:/usr/bin:/sbin:/bin", "HOME": str(folder)},
         capture_output=True,
         text=True,
         timeout=300,

@@ -13,8 +13,10 @@ from tests.unit.trainer_hooks.parallel.exchanged_training import MODELS, train_e
 ODD_MB = (0.0005, 0.0021, 0.0037, 256)
 """Of models of some kilobytes: most parameters in a bucket of their own, to one bucket."""
 
+NIGHTLY = pytest.mark.nightly
 
-@pytest.mark.parametrize("world", [2, 3, 4, 5])
+
+@pytest.mark.parametrize("world", [2, 3, pytest.param(4, marks=NIGHTLY), pytest.param(5, marks=NIGHTLY)])
 def test_bits_do_not_depend_on_bucket_size(kept_ranks: KeptRanks, world: int) -> None:
     for program in [name for name in MODELS if name != "large"]:
         outcomes = kept_ranks.call(world, train_each, program, ODD_MB)
@@ -22,7 +24,7 @@ def test_bits_do_not_depend_on_bucket_size(kept_ranks: KeptRanks, world: int) ->
         assert outcomes == [(expected, [expected] * len(ODD_MB))] * world, program
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=NIGHTLY), 3])
 def test_bits_of_large_model_equal_those_of_one_bucket(kept_ranks: KeptRanks, world: int) -> None:
     sizes = (1, 8, 11.3, 25, 256)
     outcomes = kept_ranks.call(world, train_each, "large", sizes)

@@ -19,7 +19,7 @@ from tests.unit.trainer_hooks.sdc.replay.auditing_ranks import Training, roles, 
         Training(model="checkpointed", autocast=True),
         Training(wrap="fsdp"),
         Training(wrap="root", steps=5),
-        Training(model="checkpointed", wrap="fsdp", autocast=True),
+        pytest.param(Training(model="checkpointed", wrap="fsdp", autocast=True), marks=pytest.mark.nightly),
     ],
     ids=lambda training: f"{training.model}-{training.wrap}",
 )
@@ -43,9 +43,9 @@ def test_run_audits_replicas_and_virtual_ranks(kept_ranks: KeptRanks, virtual_ra
 @pytest.mark.parametrize(
     ("compiled", "wrap"),
     [
-        ("in place", "fsdp"),
+        ("in place", "ddp"),
         ("wrapped", "ddp"),
-        pytest.param("in place", "ddp", marks=pytest.mark.nightly),
+        pytest.param("in place", "fsdp", marks=pytest.mark.nightly),
         pytest.param("wrapped", "fsdp", marks=pytest.mark.nightly),
     ],
 )
