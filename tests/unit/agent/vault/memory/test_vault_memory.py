@@ -170,6 +170,7 @@ def test_vault_leaves_a_share_of_shared_memory(tmp_path: Path, monkeypatch: pyte
         f_frsize, f_blocks, f_bavail = 1, size, size - (20 << 20)
 
     monkeypatch.setattr(os, "statvfs", lambda _: Room)
+    monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path / "elsewhere")
     assert MemoryBudget(places, None).free_bytes() == 44 << 20
     monkeypatch.setattr(shared_memory, "SHARED_MEMORY", tmp_path)
     budget = MemoryBudget(places, None)

@@ -43,9 +43,9 @@ def test_run_audits_replicas_and_virtual_ranks(kept_ranks: KeptRanks, virtual_ra
 @pytest.mark.parametrize(
     ("compiled", "wrap"),
     [
-        ("in place", "ddp"),
+        ("in place", "fsdp"),
         ("wrapped", "ddp"),
-        pytest.param("in place", "fsdp", marks=pytest.mark.nightly),
+        pytest.param("in place", "ddp", marks=pytest.mark.nightly),
         pytest.param("wrapped", "fsdp", marks=pytest.mark.nightly),
     ],
 )
