@@ -650,7 +650,7 @@ class Run:
         if self._audits is not None:  # first: they run while the last snapshot is copied
             self._audits.before_update(self._finished_step + 1)
         self._session.before_update()
-        self._session.record_hooks(thread_time() - began_s)
+        self._session.record_hook_cpu(thread_time() - began_s)
 
     def steps(self, until: int, *, seed: int = 0) -> Iterator[int]:
         """Yield the steps still to do, up to and including ``until``.
@@ -692,7 +692,7 @@ class Run:
             if self._audits is not None:
                 self._audits.begin_step(step)
         seed_step(seed, step, *self._parallelism.rng_stream())
-        self._session.record_hooks(thread_time() - began_s)
+        self._session.record_hook_cpu(thread_time() - began_s)
 
     def step_finished(self) -> None:
         """Mark the next step as finished, in a custom loop that calls ``seed_step`` where a step begins.
@@ -721,7 +721,7 @@ class Run:
             self._session.on_step_finished(self._finished_step)
         finally:  # the step is finished, even if a regroup ends the generation now
             self._pass_on_regroup()
-        self._session.record_hooks(thread_time() - began_s)
+        self._session.record_hook_cpu(thread_time() - began_s)
         if not self._has_tracked and self._tier is None:
             self._has_tracked = True  # warn once
             if self.rank == 0:

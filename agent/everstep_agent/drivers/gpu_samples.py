@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Any
 
-from everstep_agent.drivers.samples import Part, Sample, value_reader
+from everstep_agent.drivers.samples import Sample, SamplePart, value_reader
 
 HARDWARE_SLOWDOWN, SOFTWARE_THERMAL, HARDWARE_THERMAL, POWER_BRAKE = 0x8, 0x20, 0x40, 0x80
 """NVML clock event reasons. The first comes with each of the last two, or alone if the GPU draws too much power."""
@@ -138,7 +138,7 @@ class GpuPeerSample(Sample, frozen=True, kw_only=True):
 # The parts of a GPU's sample
 
 
-class GpuTemperatures(Part, frozen=True, kw_only=True):
+class GpuTemperatures(SamplePart, frozen=True, kw_only=True):
     """Temperatures of one GPU and their limits."""
 
     temperature_c: int | None = None
@@ -155,7 +155,7 @@ class GpuTemperatures(Part, frozen=True, kw_only=True):
         return (self.memory_temperature_limit_c or HBM_LIMIT_C) - self.memory_temperature_c
 
 
-class GpuPower(Part, frozen=True, kw_only=True):
+class GpuPower(SamplePart, frozen=True, kw_only=True):
     """Power that one GPU draws and may draw."""
 
     power_w: float | None = None
@@ -171,7 +171,7 @@ class GpuPower(Part, frozen=True, kw_only=True):
         return self.power_limit_default_w - self.power_limit_w
 
 
-class GpuClocks(Part, frozen=True, kw_only=True):
+class GpuClocks(SamplePart, frozen=True, kw_only=True):
     """Clocks of one GPU, and the reasons for which they are low."""
 
     sm_clock_mhz: int | None = None
@@ -206,7 +206,7 @@ class GpuClocks(Part, frozen=True, kw_only=True):
         return None if self.throttle_reasons is None else int(bool(self.throttle_reasons & POWER_BRAKE))
 
 
-class GpuMemory(Part, frozen=True, kw_only=True):
+class GpuMemory(SamplePart, frozen=True, kw_only=True):
     """Memory of one GPU and its use."""
 
     memory_used_bytes: int | None = None
@@ -214,7 +214,7 @@ class GpuMemory(Part, frozen=True, kw_only=True):
     memory_reserved_bytes: int | None = None  # by the driver; part of the memory in use
 
 
-class GpuMemoryErrors(Part, frozen=True, kw_only=True):
+class GpuMemoryErrors(SamplePart, frozen=True, kw_only=True):
     """Memory errors of one GPU since its driver was loaded, and its means to repair them."""
 
     ecc_corrected: int | None = None
@@ -236,7 +236,7 @@ class GpuMemoryErrors(Part, frozen=True, kw_only=True):
     retired_pages_pending: int | None = None  # 1 if pages are to be retired at the next reset
 
 
-class GpuDriverModes(Part, frozen=True, kw_only=True):
+class GpuDriverModes(SamplePart, frozen=True, kw_only=True):
     """Modes of one GPU: 1 on, 0 off. A pending mode takes effect at the next reset."""
 
     ecc_mode: int | None = None
@@ -261,7 +261,7 @@ def _differ(now: int | None, then: int | None) -> int | None:
     return None if now is None or then is None else int(now != then)
 
 
-class GpuPcieLink(Part, frozen=True, kw_only=True):
+class GpuPcieLink(SamplePart, frozen=True, kw_only=True):
     """The PCIe link of one GPU."""
 
     pcie_replays: int | None = None
@@ -289,7 +289,7 @@ class GpuPcieLink(Part, frozen=True, kw_only=True):
         return max(0, most - now)
 
 
-class GpuNvlink(Part, frozen=True, kw_only=True):
+class GpuNvlink(SamplePart, frozen=True, kw_only=True):
     """NVLinks of one GPU, its part in their fabric, and its links to the CPU (NVLink-C2C)."""
 
     nvlinks: int | None = None
@@ -310,7 +310,7 @@ class GpuNvlink(Part, frozen=True, kw_only=True):
         return None if self.fabric is None else self.fabric.state
 
 
-class GpuUtilization(Part, frozen=True, kw_only=True):
+class GpuUtilization(SamplePart, frozen=True, kw_only=True):
     """How busy one GPU and its parts are. GPM counts the last five values between two of its readings."""
 
     gpu_utilization: float | None = None
@@ -324,7 +324,7 @@ class GpuUtilization(Part, frozen=True, kw_only=True):
     pcie_received_bytes_per_s: float | None = None
 
 
-class GpuProcesses(Part, frozen=True, kw_only=True):
+class GpuProcesses(SamplePart, frozen=True, kw_only=True):
     """Processes on one GPU."""
 
     processes: int | None = None  # that compute

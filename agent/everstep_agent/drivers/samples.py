@@ -18,7 +18,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Base class; encoded as an array, since both ends are of one installation."""
 
 
-class Part(Sample, frozen=True, kw_only=True):
+class SamplePart(Sample, frozen=True, kw_only=True):
     """Base class of a sample's parts. Rules name a part's values as if they were the sample's own."""
 
 
@@ -31,7 +31,7 @@ def value_hints(kind: type[msgspec.Struct]) -> dict[str, tuple[str, Any]]:
     found: dict[str, tuple[str, Any]] = {}
     hints = get_type_hints(kind)
     for name in kind.__struct_fields__:
-        if isinstance(hints[name], type) and issubclass(hints[name], Part):
+        if isinstance(hints[name], type) and issubclass(hints[name], SamplePart):
             inner = value_hints(hints[name])
             found |= {each: (f"{name}.{path}", hint) for each, (path, hint) in inner.items()}
         else:
@@ -53,7 +53,7 @@ def flat_fields(sample: Sample) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     for name in sample.__struct_fields__:
         value = getattr(sample, name)
-        fields |= flat_fields(value) if isinstance(value, Part) else {name: value}
+        fields |= flat_fields(value) if isinstance(value, SamplePart) else {name: value}
     return fields
 
 
@@ -121,7 +121,7 @@ LINK_ERRORS = (
 """Counters of a port whose sum is its number of errors."""
 
 
-class InfinibandGrowth(Part, frozen=True, kw_only=True):
+class InfinibandGrowth(SamplePart, frozen=True, kw_only=True):
     """Growth of the counters of an InfiniBand port itself."""
 
     symbol_error: int | None = None
@@ -132,7 +132,7 @@ class InfinibandGrowth(Part, frozen=True, kw_only=True):
     port_xmit_discards: int | None = None
 
 
-class RdmaGrowth(Part, frozen=True, kw_only=True):
+class RdmaGrowth(SamplePart, frozen=True, kw_only=True):
     """Growth of the RDMA counters of mlx5, for InfiniBand and RoCE."""
 
     rnr_nak_retry_err: int | None = None  # a peer had no buffer ready
@@ -146,7 +146,7 @@ class RdmaGrowth(Part, frozen=True, kw_only=True):
     rx_icrc_encapsulated: int | None = None  # RoCE packets that were changed on their way
 
 
-class EfaGrowth(Part, frozen=True, kw_only=True):
+class EfaGrowth(SamplePart, frozen=True, kw_only=True):
     """Growth of the counters of an EFA device."""
 
     rdma_read_wr_err: int | None = None
@@ -157,7 +157,7 @@ class EfaGrowth(Part, frozen=True, kw_only=True):
     no_completion_cmds: int | None = None  # commands that the device did not answer
 
 
-class EthernetGrowth(Part, frozen=True, kw_only=True):
+class EthernetGrowth(SamplePart, frozen=True, kw_only=True):
     """Growth of the counters of an Ethernet port."""
 
     rx_errors: int | None = None

@@ -13,15 +13,15 @@ from everstep_agent.drivers.samples import (
     EfaGrowth,
     EthernetGrowth,
     InfinibandGrowth,
-    Part,
     PortCounterGrowth,
     PortPresence,
     PortRole,
     PortSample,
     RdmaGrowth,
+    SamplePart,
 )
 
-P = TypeVar("P", bound=Part)
+P = TypeVar("P", bound=SamplePart)
 
 COUNTERS_EVERY = 10
 """Polls between readings of all ports and counters; a link's state is read at every poll."""

@@ -167,12 +167,12 @@ def _trace(event: events.Event) -> str:
 def _handle_tick(transition: Transition, event: events.Tick) -> None:
     state = transition.state
     lag_s = event.lag_s if event.lag_s >= MIN_LAG_S else 0.0
-    lag = state.observer_lag
+    lag = state.controller_lag
     lag.seconds = max(lag_s, lag.seconds - max(0.0, transition.now - lag.measured_at))
     lag.measured_at = transition.now
     if lag_s > observer_stall_s(state.policy):
         state.observer.receiving_since = transition.now
-    transition.is_uneventful = state.observer_lag.seconds == 0.0
+    transition.is_uneventful = state.controller_lag.seconds == 0.0
     for recorded in transition.recorded_checks or ():
         _handle_deadline(transition, recorded.kind, recorded.subject)
     most = len(state.deadline_queue.heap)

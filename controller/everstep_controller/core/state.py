@@ -583,7 +583,7 @@ class RejoinWindow(StatePart):
     """Latest end of that wait."""
 
 
-class ObserverLag(StatePart):
+class ControllerLag(StatePart):
     """Lag of this controller behind the messages that it receives."""
 
     seconds: float = msgspec.field(name="observer_lag_s", default=0.0)
@@ -666,7 +666,7 @@ class FleetState(msgspec.Struct, kw_only=True):
     """Number of this controller's term over its database."""
     database: DatabaseState = msgspec.field(default_factory=DatabaseState)
     observer: ObserverState = msgspec.field(default_factory=ObserverState)
-    observer_lag: ObserverLag = msgspec.field(default_factory=ObserverLag)
+    controller_lag: ControllerLag = msgspec.field(default_factory=ControllerLag)
     liveness: FleetLiveness = msgspec.field(default_factory=FleetLiveness)
     rejoin_window: RejoinWindow = msgspec.field(default_factory=RejoinWindow)
     shared_findings: SharedFindings = msgspec.field(default_factory=SharedFindings)

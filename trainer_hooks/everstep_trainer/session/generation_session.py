@@ -80,7 +80,7 @@ class TrainingSession:
     def before_update(self) -> None:
         """Wait until an optimizer may change tracked state. May raise Regroup."""
 
-    def record_hooks(self, cpu_s: float) -> None:
+    def record_hook_cpu(self, cpu_s: float) -> None:
         """Record CPU seconds that the hooks took of the running step."""
 
     def plan_steps(self, until: int) -> None:
@@ -275,9 +275,9 @@ class GenerationSession(TrainingSession):
                 self._snapshotter.wait()
         self._raise_if_over()
 
-    def record_hooks(self, cpu_s: float) -> None:
+    def record_hook_cpu(self, cpu_s: float) -> None:
         if self._snapshotter is not None:
-            self._snapshotter.record_hooks(cpu_s)
+            self._snapshotter.record_hook_cpu(cpu_s)
 
     def plan_steps(self, until: int) -> None:
         self.progress.plan(until)

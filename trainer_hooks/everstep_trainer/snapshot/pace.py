@@ -130,7 +130,7 @@ log = logging.getLogger(__name__)
 DEFAULT_BUDGET = 0.02
 """Share of training's time that snapshots may take before they become less frequent; on full cores, that snapshots and
 all other work of the hooks may take."""
-LEAST_SHARE = 0.001
+MIN_SNAPSHOT_SHARE = 0.001
 """Share that snapshots get where the hooks' other work takes the whole budget."""
 MAX_BLOCKED_SHARE = 0.1
 """Largest share of training's time that snapshots may block even where cores are full. There a block is mostly a wait
@@ -222,7 +222,7 @@ class SnapshotPace:
             return target_interval(blocked_s, step_s, current, self._budget)
         cpu_s = median(each.cpu_s for each in stored) + (median(copies) if copies else 0.0)
         taken = median(beside) * self._contention.ranks_per_core / max(step_s, MIN_STEP_S)
-        share = max(LEAST_SHARE, self._budget - taken)
+        share = max(MIN_SNAPSHOT_SHARE, self._budget - taken)
         wanted = target_interval(cpu_s * self._contention.ranks_per_core, step_s, current, share)
         if blocked_s >= MIN_BLOCKED_S:
             wanted = max(wanted, target_interval(blocked_s, step_s, current, max(MAX_BLOCKED_SHARE, self._budget)))
@@ -234,7 +234,7 @@ class SnapshotPace:
         hooks_s, self._hooks_s = self._hooks_s, 0.0
         self._beside_s.append(max(0.0, hooks_s - times.cpu_s))
 
-    def record_hooks(self, cpu_s: float) -> None:
+    def record_hook_cpu(self, cpu_s: float) -> None:
         """Record CPU time of the hooks in the running step, that of snapshots on this thread included."""
         self._hooks_s += cpu_s
 

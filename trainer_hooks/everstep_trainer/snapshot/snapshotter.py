@@ -145,9 +145,9 @@ class Snapshotter:
         with self._stopwatch.blocked(has_snapshot=is_due):
             self._begin(step, is_due)
 
-    def record_hooks(self, cpu_s: float) -> None:
+    def record_hook_cpu(self, cpu_s: float) -> None:
         """Record CPU time that the hooks took of the running step on this thread."""
-        self._pace.record_hooks(cpu_s)
+        self._pace.record_hook_cpu(cpu_s)
 
     def mark_loop_ended(self, loop_ended: bool) -> None:
         """Note whether the loop has ended with the last finished step, so that only the work after it is left."""

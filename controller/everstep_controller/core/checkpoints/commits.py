@@ -29,7 +29,7 @@ MIN_SCATTERED = 3
 """Fewest replicas that say, by all being different, that the program is the cause. Two differ by one fault."""
 UNKNOWN_CANDIDATE = -1
 """A candidate step that no version has."""
-SNAPSHOTS_PER_COMMIT = 2
+SNAPSHOTS_BETWEEN_COMMITS = 2
 """Snapshots from one commit to the next where ranks do not store each step, because their cores are full. A commit
 costs agent and controller some 5 ms of CPU. A restore takes a newer version if all of it is there."""
 
@@ -346,7 +346,7 @@ def _announce_next(transition: Transition, job: JobRecord, live: JobRuntime) -> 
     )
     every = max((progress.snapshot_every for progress in live.progress.by_rank.values()), default=1)
     if every > 1:  # ranks take few snapshots to save cores, which commits need too
-        interval_s = max(interval_s, SNAPSHOTS_PER_COMMIT * every * step_s)
+        interval_s = max(interval_s, SNAPSHOTS_BETWEEN_COMMITS * every * step_s)
     live.commits.candidate_step = _stored_anyway(
         now_at + 1 + math.ceil(interval_s / step_s), every, interval_s / step_s
     )

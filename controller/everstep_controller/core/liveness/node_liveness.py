@@ -80,7 +80,7 @@ def handle_disconnected(transition: Transition, node: str) -> None:
         set_state(transition, node, NodeState.SUSPECT, why)
     correlation.log_unless_correlated(transition, "node.disconnected", node, sentence)
     transition.schedule_node(transition.now + transition.policy.regroups.collective_settle_s, node)
-    transition.schedule_node(transition.now + (grace_s + transition.state.observer_lag.seconds), node)
+    transition.schedule_node(transition.now + (grace_s + transition.state.controller_lag.seconds), node)
     regroup_with_evidence(transition, node)
 
 
@@ -98,7 +98,7 @@ def handle_silence_deadline(transition: Transition, node: str) -> bool:
 def _judge_silence(transition: Transition, node: str) -> tuple[Liveness, float]:
     """Act on the meaning of the node's silence. Return it with the time at which it may change."""
     policy, heartbeats = transition.policy, transition.read_heartbeats(node)
-    slack_s = transition.state.observer_lag.seconds
+    slack_s = transition.state.controller_lag.seconds
     answer = classify_silence(policy, heartbeats.longest_pause_s, transition.now - heartbeats.silent_since - slack_s)
     if answer is Liveness.PRESENT:
         return answer, heartbeats.silent_since + suspect_timeout_s(policy, heartbeats.longest_pause_s) + slack_s
@@ -136,7 +136,7 @@ def handle_node_deadline(transition: Transition, node: str) -> None:
 
 
 def _end_disconnect_grace(transition: Transition, node: str, disconnected_at: float) -> None:
-    due = disconnected_at + transition.policy.liveness.disconnect_grace_s + transition.state.observer_lag.seconds
+    due = disconnected_at + transition.policy.liveness.disconnect_grace_s + transition.state.controller_lag.seconds
     if transition.now < due:
         regroup_with_evidence(transition, node)
         transition.schedule_node(due, node)

@@ -59,7 +59,7 @@ def weigh_peer_reports(transition: Transition, node: str) -> None:
         return
     heartbeats = transition.read_heartbeats(node)
     timeout_s = suspect_timeout_after_peer_loss_s(transition.policy, heartbeats.longest_pause_s)
-    due = heartbeats.silent_since + timeout_s + transition.state.observer_lag.seconds
+    due = heartbeats.silent_since + timeout_s + transition.state.controller_lag.seconds
     if transition.now < due:
         transition.schedule_node(due, node)
     else:

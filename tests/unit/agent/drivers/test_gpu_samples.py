@@ -6,15 +6,15 @@ import msgspec
 import pytest
 
 from everstep_agent.drivers.gpu_samples import GpuSample
-from everstep_agent.drivers.samples import Part, PortCounterGrowth, flat_fields, value_hints, value_reader
+from everstep_agent.drivers.samples import PortCounterGrowth, SamplePart, flat_fields, value_hints, value_reader
 from tests.support.agents.sensors import gpu
 
 
 def value_names(sample: msgspec.Struct) -> list[str]:
     """Return the names of all values of a sample and its parts, one for each place."""
     fields = {name: getattr(sample, name) for name in sample.__struct_fields__}
-    parts = [value for value in fields.values() if isinstance(value, Part)]
-    own = [name for name, value in fields.items() if not isinstance(value, Part)]
+    parts = [value for value in fields.values() if isinstance(value, SamplePart)]
+    own = [name for name, value in fields.items() if not isinstance(value, SamplePart)]
     own += [name for name, member in vars(type(sample)).items() if isinstance(member, property)]
     return own + [name for part in parts for name in value_names(part)]
 

@@ -80,7 +80,7 @@ def test_state_is_stored_under_the_names_of_all_releases(tmp_path: Path) -> None
     fleet = JournaledFleet(tmp_path)
     feed_every_event(fleet)
     fleet.journal.close()
-    fleet.state.observer_lag.seconds, fleet.state.database.outage = 0.3, "the disk is full"
+    fleet.state.controller_lag.seconds, fleet.state.database.outage = 0.3, "the disk is full"
     stored = encode_state(fleet.state)
     assert sorted(msgspec.msgpack.decode(stored, strict=False)) == sorted(STORED_NAMES.split())
     restored = decode_state(stored)

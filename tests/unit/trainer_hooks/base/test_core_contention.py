@@ -9,15 +9,15 @@ import pytest
 
 from everstep.clock import ManualClock
 from everstep_trainer.base.core_contention import CROWDED_SHARE, CoreContention
-from tests.support.ranks.core_waits import CoreWaits
+from tests.support.ranks.scheduler_statistics import SchedulerStatistics
 
 
 @pytest.fixture
-def kernel(tmp_path: Path) -> CoreWaits:
-    return CoreWaits(tmp_path)
+def kernel(tmp_path: Path) -> SchedulerStatistics:
+    return SchedulerStatistics(tmp_path)
 
 
-def test_cores_are_full_while_the_thread_waits_for_them(kernel: CoreWaits) -> None:
+def test_cores_are_full_while_the_thread_waits_for_them(kernel: SchedulerStatistics) -> None:
     contention = CoreContention(4, kernel.clock, cores=64, statistics=kernel.path)
     for share in (0.0, CROWDED_SHARE / 2, 2 * CROWDED_SHARE, 0.5, 0.0):
         kernel.pass_time(10.0, share)
@@ -30,7 +30,7 @@ def test_cores_are_counted_without_the_kernels_account(ranks: int, cores: int, c
     assert contention.is_crowded() is crowded
 
 
-def test_another_threads_wait_is_not_compared(kernel: CoreWaits) -> None:
+def test_another_threads_wait_is_not_compared(kernel: SchedulerStatistics) -> None:
     made: list[CoreContention] = []
     maker = threading.Thread(
         target=lambda: made.append(CoreContention(1, kernel.clock, cores=64, statistics=kernel.path))

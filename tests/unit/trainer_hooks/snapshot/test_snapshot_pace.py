@@ -20,7 +20,7 @@ from everstep_trainer.snapshot.pace import (
     StepTimes,
     target_interval,
 )
-from tests.support.ranks.core_waits import CoreWaits
+from tests.support.ranks.scheduler_statistics import SchedulerStatistics
 
 
 class Lockstep:
@@ -112,12 +112,12 @@ def test_a_later_pace_is_no_warning_again(caplog: pytest.LogCaptureFixture) -> N
 
 
 @pytest.fixture
-def kernel(tmp_path: Path) -> CoreWaits:
-    return CoreWaits(tmp_path)
+def kernel(tmp_path: Path) -> SchedulerStatistics:
+    return SchedulerStatistics(tmp_path)
 
 
 def stored_steps(
-    kernel: CoreWaits, waited: float, ranks: int, cpu_s: float, blocked_s: float, hooks_s: float = 0.0
+    kernel: SchedulerStatistics, waited: float, ranks: int, cpu_s: float, blocked_s: float, hooks_s: float = 0.0
 ) -> int:
     """Return the steps between snapshots after some windows of steps of a second, on two cores, within 2 %."""
     contention = CoreContention(ranks, kernel.clock, cores=2, statistics=kernel.path)
@@ -125,9 +125,9 @@ def stored_steps(
     for step in range(1, 5 * PACE_WINDOW):
         kernel.pass_time(1.0, waited)
         pace.end_step(step)
-        pace.record_hooks(hooks_s)
+        pace.record_hook_cpu(hooks_s)
         if pace.is_due(step):
-            pace.record_hooks(cpu_s / 4)
+            pace.record_hook_cpu(cpu_s / 4)
             pace.record_step(StepTimes(1.0, blocked_s, cpu_s / 4))
             pace.record_copy(cpu_s * 3 / 4)
             pace.agree(step)
@@ -148,7 +148,7 @@ def stored_steps(
     ],
 )
 def test_snapshots_cost_time_or_cpu(
-    waited: float, ranks: int, cpu_s: float, blocked_s: float, every: int, kernel: CoreWaits
+    waited: float, ranks: int, cpu_s: float, blocked_s: float, every: int, kernel: SchedulerStatistics
 ) -> None:
     assert stored_steps(kernel, waited, ranks, cpu_s, blocked_s) == every
 
@@ -157,7 +157,7 @@ def test_snapshots_cost_time_or_cpu(
     ("waited", "hooks_s", "every"), [(0.0, 0.005, 1), (0.3, 0.0, 3), (0.3, 0.005, 4), (0.3, 0.1, 8)]
 )
 def test_snapshots_get_what_other_hooks_leave_of_full_cores(
-    waited: float, hooks_s: float, every: int, kernel: CoreWaits
+    waited: float, hooks_s: float, every: int, kernel: SchedulerStatistics
 ) -> None:
     assert stored_steps(kernel, waited, 2, 0.05, 0.001, hooks_s) == every
 

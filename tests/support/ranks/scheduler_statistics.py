@@ -1,4 +1,4 @@
-"""The kernel's account of how long a thread waits for a core."""
+"""A file like the kernel's, of how long a thread has waited for a core."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 from everstep.clock import ManualClock
 
 
-class CoreWaits:
-    """The kernel's account of one thread in a file; ``clock`` is advanced by hand."""
+class SchedulerStatistics:
+    """Of one thread; ``clock`` is advanced by hand."""
 
     def __init__(self, folder: Path) -> None:
         self.clock, self.path = ManualClock(), folder / "schedstat"
