@@ -87,8 +87,9 @@ def test_kernel_log_without_permission_names_the_capability(monkeypatch: pytest.
     def refuse(path: str, flags: int) -> int:
         raise PermissionError(1, "Operation not permitted", path)
 
-    monkeypatch.setattr(os, "open", refuse)
-    (result,) = survey.check_kernel_log(str(log))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "open", refuse)
+        (result,) = survey.check_kernel_log(str(log))
     assert (result.status, "CAP_SYSLOG" in result.sentence) == (Status.FAIL, True)
 
 
