@@ -182,6 +182,14 @@ def with_values(settings: S, values: Mapping[str, Any]) -> S:
     return msgspec.structs.replace(settings, **changed, **nested)
 
 
+def flat_values(settings: msgspec.Struct) -> dict[str, Any]:
+    """Return all values by attribute, those of a part without its name; ``with_values`` takes them."""
+    found: dict[str, Any] = {}
+    for name, value in msgspec.structs.asdict(settings).items():
+        found |= msgspec.structs.asdict(value) if isinstance(value, SettingsPart) else {name: value}
+    return found
+
+
 def is_part(kind: Any) -> TypeGuard[type[SettingsPart]]:
     """Return whether a field of this type is a part of the settings."""
     return isinstance(kind, type) and issubclass(kind, SettingsPart)

@@ -18,7 +18,7 @@ from everstep.errors import DECODE_ERRORS, ConfigurationError
 from everstep.host.agent_places import default_run_dir, local_node_name
 from everstep.host.state_directory import preferred_state_directory
 from everstep.ids import check_name
-from everstep.settings import Program, SettingsPart, with_values
+from everstep.settings import Program, SettingsPart, flat_values, with_values
 from everstep.wire.v1.agent import Domain, Labels
 from everstep.wire.v1.node_status import NODE_SOCKET, JoinFleet
 from everstep.wire.v1.transfer import MIN_SEND_BYTES_PER_S
@@ -345,14 +345,6 @@ class AgentSettings(msgspec.Struct, frozen=True, kw_only=True):
         """Return these settings with other values, by name."""
         return with_values(self, values)
 
-    def values(self) -> dict[str, Any]:
-        """Return all values by name, without the parts."""
-        found: dict[str, Any] = {}
-        for name in self.__struct_fields__:
-            value = getattr(self, name)
-            found |= msgspec.structs.asdict(value) if isinstance(value, SettingsPart) else {name: value}
-        return found
-
     @property
     def agent_socket(self) -> Path:
         return self.run_dir / "agent.sock"
@@ -556,7 +548,7 @@ def _address_problems(s: AgentSettings) -> Iterator[str]:
 
 def _other_problems(s: AgentSettings) -> Iterator[str]:
     yield from s.watch.problems()
-    for name, value in s.values().items():
+    for name, value in flat_values(s).items():
         if name.endswith("_s") and name != "vault_send_bytes_per_s" and value <= 0:
             yield f"--{name.replace('_', '-')} must be more than 0 s"
     yield from s.ranks.problems()

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from everstep.settings import Program, SettingsPart, field_docs, is_part
+from everstep.settings import Program, field_docs, flat_values, is_part
 from everstep_agent import config as agent_config
 from everstep_controller import config as controller_config
 from everstep_controller.core.policy import CorePolicy
@@ -135,14 +135,8 @@ def controller_page() -> str:
     settings = [setting for setting in settings_of(kind) if setting.name not in elsewhere]
     page = _page("Controller settings", introduction, settings, _names(controller_config.PROGRAM))
     own = [setting.name for setting in settings if setting.name != "preset"]
-    return page + _login_section() + _changed(_values(kind.from_preset("lab"), own), _values(kind(), own))
-
-
-def _values(settings: controller_config.ControllerSettings, names: list[str]) -> dict[str, Any]:
-    found = msgspec.structs.asdict(settings)
-    for part in filter(lambda value: isinstance(value, SettingsPart), [*found.values()]):
-        found |= msgspec.structs.asdict(part)
-    return {name: found[name] for name in names}
+    lab, default = ({name: flat_values(each)[name] for name in own} for each in (kind.from_preset("lab"), kind()))
+    return page + _login_section() + _changed(lab, default)
 
 
 def _login_section() -> str:

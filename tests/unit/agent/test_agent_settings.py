@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 from everstep.errors import ConfigurationError
+from everstep.settings import flat_values
 from everstep_agent.config import (
     JOINED_FILE,
     PRESETS,
@@ -44,7 +45,7 @@ def test_settings_prefer_option_over_environment_over_preset() -> None:
 def test_settings_are_changed_by_name_in_any_part() -> None:
     settings = parsed("--rack", "r1").with_values(node="n2", vault_linger_s=5.0)
     assert (settings.node, settings.shutdown.vault_linger_s, settings.placement.rack) == ("n2", 5.0, "r1")
-    assert list(settings.values()) == [setting.path[-1] for setting in PROGRAM.settings.values()]
+    assert list(flat_values(settings)) == [setting.path[-1] for setting in PROGRAM.settings.values()]
     with pytest.raises(TypeError, match="linger"):
         settings.with_values(linger=5.0)
 
