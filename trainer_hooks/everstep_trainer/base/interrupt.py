@@ -45,10 +45,18 @@ class Regroup(BaseException):
     """
 
 
-def _set_async_exception(thread_id: int, kind: type[BaseException] | None) -> None:
-    """Ask the interpreter to raise ``kind`` in a thread; None withdraws an undelivered request."""
-    target = ctypes.py_object(kind) if kind is not None else None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), target)
+def _raise_in_thread(thread_id: int, kind: type[BaseException]) -> None:
+    """Ask the interpreter to raise ``kind`` in a thread, as soon as that runs byte code.
+
+    The request is never withdrawn. Withdrawing leaves the interpreter's flag for it set for good (CPython 3.11 and
+    3.12, ``PyThreadState_SetAsyncExc``): each call and loop then looks for an exception, and the first call under a
+    profiler or a debugger never ends.
+    """
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), ctypes.py_object(kind))
+
+
+def _receive_exceptions() -> None:
+    """Run byte code, in which an exception that was asked for in this thread is raised."""
 
 
 WAIT_SLICE_S = 0.02
@@ -119,7 +127,7 @@ class Interrupter:
                 self._deferred = True
                 return True
             self._raised = True
-            _set_async_exception(self._thread_id, Regroup)
+            _raise_in_thread(self._thread_id, Regroup)
             if self._wakes:
                 signal.pthread_kill(self._thread_id, WAKE_SIGNAL)
                 threading.Thread(target=self._repeat_wakes, args=(self._runs,), daemon=True).start()
@@ -154,6 +162,7 @@ class Interrupter:
             except BaseException as error:  # noqa: BLE001 - handed to the caller, who decides
                 failure = error
             self._set_open(False)
+            _receive_exceptions()
         except Regroup as error:  # delivered on the way out; there is no second one
             failure = failure or error
             self._set_open(False)
@@ -183,7 +192,6 @@ class Interrupter:
                 self._raised = self._deferred = False
                 self._atomic_depth, self._recorded_error = 0, None
                 return
-            _set_async_exception(self._thread_id, None)
             if self._module_hook is not None:
                 self._module_hook.remove()
                 self._module_hook = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -48,6 +49,21 @@ def start_thread() -> Iterator[StartThread]:
     for thread in threads:
         thread.join(60)
         assert not thread.is_alive()
+
+
+def test_a_profiler_works_after_a_run_that_was_not_interrupted() -> None:
+    """In a process of its own: CPython never returns from a profiled call while it looks for an exception."""
+    program = """
+import sys
+from everstep_trainer.base.interrupt import Interrupter
+Interrupter().run(lambda: None)
+calls = []
+sys.setprofile(lambda frame, event, argument: calls.append(event))
+(lambda: None)()
+sys.setprofile(None)
+assert "return" in calls, calls
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 def test_a_function_in_python_code_ends_with_regroup(interrupter: Interrupter, start_thread: StartThread) -> None:
