@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import partial
 from typing import NamedTuple, TypeVar
 
@@ -29,7 +29,9 @@ from everstep_trainer.state.tensors import list_names
 
 # ---- messages between ranks through their generation's store
 
-STORE_WAIT_SLICE_S = 0.25  # length of one uninterruptible wait in the store; a longer wait is cut into these
+FIRST_PAUSE_S = 0.0005
+LAST_PAUSE_S = 0.25
+"""Pauses of the training thread between two looks into the store, each longer by a quarter than the one before."""
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -39,15 +41,18 @@ def put_value(store: Store, key: str, value: msgspec.Struct) -> None:
 
 
 def wait_for_values(store: Store, keys: Sequence[str], clock: Clock, timeout_s: float) -> list[bytes]:
-    """Return the values once all are there; for the training thread. Raises DistStoreError after ``timeout_s``."""
+    """Return the values once all are there; for the training thread. Raises DistStoreError after ``timeout_s``.
+
+    It looks again and again: a wait of the store's own cannot be interrupted, and torch prints two warnings for each
+    that times out, on each rank that waits for one that loads its data.
+    """
     deadline = clock.monotonic() + timeout_s
-    while True:
-        try:
-            store.wait(list(keys), timedelta(seconds=STORE_WAIT_SLICE_S))
-            break
-        except DistStoreError:
-            if clock.monotonic() > deadline:
-                raise
+    pause_s = FIRST_PAUSE_S
+    while not store.check(list(keys)):
+        if clock.monotonic() > deadline:
+            raise DistStoreError(f"not all ranks have published {keys[0]} and the like in {timeout_s:.0f} s")
+        time.sleep(pause_s)
+        pause_s = min(LAST_PAUSE_S, pause_s * 1.25)
     return store.multi_get(list(keys))
 
 
