@@ -40,8 +40,12 @@ PYTEST := $(BIN)/python -m pytest
 SHARED = --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: test
-test: $(STAMP) ## all tests but the nightly ones, four files at a time (WORKERS=0: one after another)
-	$(PYTEST) -m "not nightly and not frameworks" $(SHARED)
+test: $(STAMP) ## all tests but the nightly ones, several files at a time (WORKERS=0: one after another)
+	$(PYTEST) -m "not nightly and not frameworks" --ignore tests/integration/documents $(SHARED)
+
+.PHONY: test-documents
+test-documents: $(STAMP) ## the demo, and each script, command and printed output of README, tutorial and how-to pages
+	$(PYTEST) -m "not nightly and not frameworks" $(SHARED) tests/integration/documents
 
 .PHONY: test-fast
 test-fast: WORKERS = 2  # these tests seldom wait, and each worker collects all of them
