@@ -8,7 +8,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from typing import Any
 
-from everstep.printable_text import escape_control, printable_json
+from everstep.printable_text import escape_control, printable_json, valid_unicode
 
 BURST = 10
 PERIOD_S = 10.0
@@ -81,8 +81,9 @@ class JsonLineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds")
-        line = {"at": at, "level": record.levelname.lower(), "logger": record.name, "message": record.getMessage()}
+        message = valid_unicode(record.getMessage())
+        line = {"at": at, "level": record.levelname.lower(), "logger": record.name, "message": message}
         line |= {name: getattr(record, name) for name in SEARCH_FIELDS if hasattr(record, name)}
         if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
+            line["exception"] = valid_unicode(self.formatException(record.exc_info))
         return printable_json(line)

@@ -18,6 +18,14 @@ def escape_control(text: str) -> str:
     return _CONTROL.sub("\ufffd", text)
 
 
+def valid_unicode(text: str) -> str:
+    """Return text that UTF-8 can hold: bytes that Python kept as surrogates, as in a file name, are decoded again."""
+    try:
+        return text.encode(errors="surrogateescape").decode(errors="replace")
+    except UnicodeEncodeError:  # a surrogate that no byte became
+        return text.encode(errors="backslashreplace").decode()
+
+
 def plain_line(line: str) -> str:
     """Return a line of a program's output without colours and tabs; other control characters are replaced."""
     return escape_control(_STYLE.sub("", line).expandtabs())

@@ -32,7 +32,7 @@ from everstep_controller.runtime.clock import check_clock_at_start
 from everstep_controller.server import listener
 from everstep_controller.store import table_access
 from everstep_controller.store.database import open_database, parse_url
-from everstep_controller.store.database_errors import DatabaseUnavailable, diagnose
+from everstep_controller.store.database_errors import DatabaseUnavailable, diagnose, redacted_url
 
 log = logging.getLogger("everstep_controller")
 
@@ -155,7 +155,7 @@ def _advertised(settings: ControllerSettings, address: str) -> str:
 async def _log_when_serving(server: uvicorn.Server, settings: ControllerSettings, *addresses: str) -> None:
     while not server.started:
         await asyncio.sleep(0.002)  # uvicorn offers no event to wait for
-    database = parse_url(settings.storage.database).render_as_string(hide_password=True)
+    database = redacted_url(parse_url(settings.storage.database))
     log.info("serving on %s, database %s", " and ".join(addresses), database)
     if settings.process.ready_file:
         places = zip(("address", "operators_address"), addresses, strict=False)

@@ -14,6 +14,7 @@ from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError, InterfaceError, OperationalError
 
 from everstep.errors import Unavailable
+from everstep.printable_text import valid_unicode
 
 _READ_ONLY = "25006"
 """SQLSTATE of a PostgreSQL server that was demoted to a standby: its successor will answer at the same address."""
@@ -81,7 +82,7 @@ _CAUSES = {
 
 def redacted_url(url: URL) -> str:
     """Return the URL without its password."""
-    return url.render_as_string(hide_password=True)
+    return url.set(database=url.database and valid_unicode(url.database)).render_as_string(hide_password=True)
 
 
 def diagnose(error: Exception, url: URL) -> str:

@@ -301,6 +301,27 @@ def test_plain_script_gets_torchrun_environment(short_path: Path) -> None:
         assert "2 ranks, OMP_NUM_THREADS=1; to watch: everstep open plain-" in launcher.err
 
 
+@pytest.mark.parametrize(
+    ("utf8_mode", "state"), [("1", "zustände"), ("0", "state")], ids=["files in UTF-8", "files in ASCII"]
+)
+def test_names_with_umlauts_work_in_the_c_locale(short_path: Path, utf8_mode: str, state: str) -> None:
+    """Python reads them as surrogates in the second case, which no message can hold."""
+    (short_path / "größe.py").write_text("import os, sys; os.write(1, os.fsencode(' '.join(sys.argv) + chr(10)))")
+    argv = ["--standbys", "0", "--state-dir", str(short_path / state), "größe.py", "für"]
+    environment = {"LC_ALL": "C", "PYTHONUTF8": utf8_mode}
+    with launched(short_path, *argv, warm=False, **environment) as launcher:
+        assert launcher.wait() == 0, launcher.err
+        assert launcher.out == "größe.py für\n"
+
+
+def test_arguments_that_are_too_long_end_the_launcher(agent: FakeAgent, script: Path) -> None:
+    argv = ["--agent-socket", str(agent.path), str(script), "x" * 100_000, "x" * 100_000]
+    with launched(script.parent, *argv, warm=False) as launcher:
+        assert launcher.wait() == 1
+        assert "shorten the script's arguments" in launcher.err
+        assert "did not end within" not in launcher.err  # the rank was never forked
+
+
 TORCHRUN_SCRIPT = """
 import os, pathlib, signal, sys
 import torch, torch.distributed as dist

@@ -170,7 +170,7 @@ class ForkPool:
             serial=self._serial,
             target="tests.support.processes.fork_pool:run_child",
             arguments=call,
-            environment=dict(environment or {}),
+            environment={n: None if value is None else os.fsencode(value) for n, value in (environment or {}).items()},
         )
         self._channel.send(fork, (writing,))
         os.close(writing)

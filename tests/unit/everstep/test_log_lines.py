@@ -38,3 +38,8 @@ def test_json_line_has_the_fields_for_search() -> None:
     assert line["message"] == "rank 3"
     assert (line["node"], line["trace"], line["level"]) == ("n1", "t1", "info")
     assert line["at"].endswith("+00:00")
+
+
+def test_json_lines_take_names_of_files_in_any_encoding() -> None:
+    record = logging.LogRecord("x", logging.INFO, "", 0, "reading %s", ("gr\udcc3\udcb6\udcdfe",), None)
+    assert json.loads(JsonLineFormatter().format(record))["message"] == "reading grö\ufffde"

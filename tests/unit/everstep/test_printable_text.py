@@ -7,7 +7,7 @@ import unicodedata
 import msgspec
 import pytest
 
-from everstep.printable_text import escape_control, printable_json
+from everstep.printable_text import escape_control, printable_json, valid_unicode
 
 HARMFUL = [
     chr(code)
@@ -31,3 +31,16 @@ def test_json_has_no_raw_controls_and_loses_nothing(indent: int) -> None:
     assert set(shown) & set(HARMFUL) <= {"\n"}
     assert "Grüße" in shown
     assert msgspec.json.decode(shown) == message
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Grüße, 你好", "Grüße, 你好"),
+        ("Gr\udcc3\udcbc\udcc3\udc9fe", "Grüße"),  # a name in UTF-8 that was decoded as ASCII
+        ("Gr\udcfc", "Gr\ufffd"),  # a name in Latin-1
+        ("\ud800", "\\ud800"),
+    ],
+)
+def test_text_is_made_valid_unicode(text: str, expected: str) -> None:
+    assert valid_unicode(text) == expected

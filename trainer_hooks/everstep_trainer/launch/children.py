@@ -70,7 +70,9 @@ def count_ranks(kind: str) -> int:
     return devices if kind == "gpu" or devices else os.cpu_count() or 1
 
 
-def run_script(descriptors: tuple[int, ...], *, script: str, module: bool, arguments: list[str], name: str) -> None:
+def run_script(
+    descriptors: tuple[int, ...], *, script: bytes, module: bool, arguments: list[bytes], name: bytes
+) -> None:
     """Run ``script`` (a file, or a module's name if ``module``) as ``__main__``, as if a shell had started it.
 
     Raises SystemExit with the script's status. ``name`` is the script's in the title of the process.
@@ -81,7 +83,7 @@ def run_script(descriptors: tuple[int, ...], *, script: str, module: bool, argum
     set_process_name("everstep-spare" if local_rank is None else f"everstep-rank{local_rank}")
     static_rank = os.environ.get("RANK")  # of a single node
     role = "standby" if local_rank is None else f"rank {static_rank}" if static_rank else f"local rank {local_rank}"
-    set_first_title(role, os.environ.get(JOB_VARIABLE, ""), name)
+    set_first_title(role, os.environ.get(JOB_VARIABLE, ""), os.fsdecode(name))
     os.environ[CONTROL_FD_VARIABLE] = str(control)
     os.environ[WORKER_PID_VARIABLE] = str(os.getpid())
     os.environ[STARTED_AT_VARIABLE] = repr(perf_counter())
@@ -95,7 +97,7 @@ def run_script(descriptors: tuple[int, ...], *, script: str, module: bool, argum
     mark_warnings()
     keep_freed_memory()
     raise_oom_score()
-    execute_script(script, module=module, arguments=arguments)
+    execute_script(os.fsdecode(script), module=module, arguments=[os.fsdecode(argument) for argument in arguments])
 
 
 def execute_script(script: str, *, module: bool, arguments: list[str]) -> None:

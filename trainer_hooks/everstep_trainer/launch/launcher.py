@@ -330,7 +330,7 @@ class Launcher:
             self._processes.signal(self._pool.living_workers(), signal.SIGTERM)
             try:
                 async with asyncio.timeout(self._options.waits.grace_s):
-                    while self._pool.living_workers():
+                    while any(self._pool.living_workers().values()):  # one that was never forked sends no end
                         event = await self._events.get()
                         if isinstance(event, ForkServerLost):
                             break

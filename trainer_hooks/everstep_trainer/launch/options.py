@@ -8,6 +8,7 @@ import os
 import re
 import secrets
 import stat
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +17,7 @@ import msgspec
 
 from everstep.errors import ConfigurationError
 from everstep.ids import check_name, storage_url_error
+from everstep.printable_text import valid_unicode
 from everstep.settings import Program, SettingsPart, with_values
 from everstep.wire.v1.local import DEFAULT_AGENT_SOCKET
 from everstep.wire.v1.training import JobSpec, SdcPreset, SpillPlan
@@ -448,6 +450,14 @@ class LaunchOptions(LaunchSettings, frozen=True, kw_only=True):
         yield from self.placement.problems(high)
         yield from self.display.problems()
         yield from self.log_files.problems()
+        for flag, path in {
+            "--spill-to": self.checkpoints.spill_to,
+            "--start-from": self.start_from,
+            "--agent-socket": self.agent_socket,
+            "--segment-dir": self.directories.segment_dir,
+        }.items():
+            if path is not None and (problem := path_encoding_error(path)):
+                yield f"{flag}: {problem}"
         if not self.module and not Path(self.script).is_file():
             yield f"there is no script {self.script!r} here (for a module, use -m)"
 
@@ -511,6 +521,15 @@ def load_options(
         cache_name=settings.job or _stem(script),
         max_script_restarts=given.get("max_restarts"),
     ).validate()
+
+
+def path_encoding_error(path: str) -> str | None:
+    """Return what is wrong with a path that the messages of Everstep's programs cannot hold; None if nothing is."""
+    name = valid_unicode(os.path.abspath(path))
+    if name == os.path.abspath(path):
+        return None
+    advice = "give another path" if sys.flags.utf8_mode else "set PYTHONUTF8=1, or give another path"
+    return f"{name} is not in this environment's encoding, {sys.getfilesystemencoding()}: {advice}"
 
 
 def _job_name(given: str, script: str, *, several: bool, by_endpoint: bool, command: str | None) -> str:

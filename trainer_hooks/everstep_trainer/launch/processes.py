@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import socket
@@ -120,8 +121,13 @@ class ScriptCommand(msgspec.Struct, frozen=True, kw_only=True):
     max_restarts: int
 
     def to_json(self) -> str:
-        """Return this as an argument of the ranks' program."""
-        return msgspec.json.encode(self).decode()
+        """Return this as an argument of the ranks' program; file names that are not UTF-8 stay as they are."""
+        return json.dumps(msgspec.to_builtins(self), ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> ScriptCommand:
+        """Return the command of ``to_json``."""
+        return msgspec.convert(json.loads(text), cls)
 
 
 class WorkerReachedMain(msgspec.Struct, frozen=True):
@@ -232,7 +238,12 @@ class WorkerProcesses:
                 max_restarts=options.max_script_restarts or 0,
             )
             script, module, arguments = TORCHRUN_SCRIPT_MODULE, True, [command.to_json()]
-        return {"script": script, "module": module, "arguments": arguments, "name": options.script}
+        return {
+            "script": os.fsencode(script),
+            "module": module,
+            "arguments": [os.fsencode(argument) for argument in arguments],
+            "name": os.fsencode(options.script),
+        }
 
     def promote(self, serial: int, local_rank: int) -> None:
         """Give a standby its local rank. If it has just died, its exit event follows."""

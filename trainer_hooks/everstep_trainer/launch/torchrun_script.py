@@ -20,12 +20,12 @@ from collections.abc import Iterator
 from functools import partial
 from types import FrameType
 
-import msgspec
 import torch.distributed as dist
 
 import everstep
 from everstep.host.parent_process import die_with_parent
 from everstep.host.processes import has_signal_handler
+from everstep.printable_text import valid_unicode
 from everstep_trainer.config import HookSettings
 from everstep_trainer.launch.assignment import TORCHRUN_SCRIPT_VARIABLE
 from everstep_trainer.launch.children import execute_script
@@ -51,7 +51,8 @@ def run_script(command: ScriptCommand, run: everstep.Run) -> None:
     run.step_finished()  # a generation has resumed once all ranks have finished a step
     argv = [sys.executable, "-P", "-m", TORCHRUN_SCRIPT_MODULE, "--parent", str(os.getpid()), command.to_json()]
     process = subprocess.Popen(argv, env=os.environ | _script_environment(command, run.rank))
-    with _ended_with(process, command.grace_s), run.alone(os.path.basename(command.script), limit_s=UNLIMITED_S):
+    name = valid_unicode(os.path.basename(command.script))
+    with _ended_with(process, command.grace_s), run.alone(name, limit_s=UNLIMITED_S):
         status = process.wait()
     if status < 0:
         _end_by_signal(signal.Signals(-status))
@@ -115,7 +116,7 @@ def main() -> None:
     parser.add_argument("--parent", type=int)
     parser.add_argument("command")
     options = parser.parse_args()
-    command = msgspec.json.decode(options.command, type=ScriptCommand)
+    command = ScriptCommand.from_json(options.command)
     if options.parent is not None:
         die_with_parent(options.parent, signal.SIGKILL)
         execute_script(command.script, module=command.module, arguments=list(command.arguments))

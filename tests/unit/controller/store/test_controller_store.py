@@ -11,7 +11,7 @@ from everstep.errors import ConfigurationError
 from everstep_controller.store import reader as history
 from everstep_controller.store import table_access, tables, writer
 from everstep_controller.store.database import FOR_WRITING, engine_of, open_database, parse_url, upgrade
-from everstep_controller.store.database_errors import DatabaseUnavailable, LeadershipLost
+from everstep_controller.store.database_errors import DatabaseUnavailable, LeadershipLost, redacted_url
 from everstep_controller.store.rows import (
     Batch,
     EventLogRow,
@@ -255,6 +255,11 @@ def test_postgresql_missing_database_or_rights_are_explained(postgres: str) -> N
     engine.dispose()
     with pytest.raises(ConfigurationError, match="lacks a permission: `GRANT"):
         open_database(postgres.replace("postgres:@", "pauper@").replace("postgres@", "pauper@"))
+
+
+def test_sqlite_file_in_another_encoding_is_shown() -> None:
+    """With PYTHONUTF8=0 in the C locale, Python reads a name in UTF-8 as surrogates."""
+    assert redacted_url(parse_url("sqlite:////tmp/\udcc3\udcb6.db")) == redacted_url(parse_url("sqlite:////tmp/ö.db"))
 
 
 def test_sqlite_file_is_owner_only(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import typer
 
 from everstep.errors import ConfigurationError
 from everstep_trainer.launch.options import IGNORED_FLAGS
-from everstep_trainer.launch.processes import worker_environment
+from everstep_trainer.launch.processes import ScriptCommand, worker_environment
 from tests.support.documents.command_lines import PROGRAMS, launch_settings
 
 
@@ -53,6 +53,19 @@ def test_launchers_without_agents_meet_at_the_endpoint(script: str) -> None:
 def test_torchrun_script_refuses_flags_about_its_state(script: str, flag: str) -> None:
     with pytest.raises(ConfigurationError, match="keeps and checks no state"):
         launch_settings(["--torchrun-script", flag, script], {})
+
+
+@pytest.mark.parametrize("flag", ["--spill-to", "--start-from", "--agent-socket", "--segment-dir"])
+def test_path_that_messages_cannot_hold_is_refused(script: str, flag: str) -> None:
+    with pytest.raises(ConfigurationError, match=f"{flag}: /tmp/\ufffd is not in .* encoding, utf-8: .* another path"):
+        launch_settings([f"{flag}=/tmp/\udcf6", script], {})
+
+
+def test_command_of_a_torchrun_script_keeps_names_of_files() -> None:
+    command = ScriptCommand(
+        script="tr\udce4in.py", module=False, arguments=("ä",), address="127.0.0.1", grace_s=1.0, max_restarts=2
+    )
+    assert ScriptCommand.from_json(command.to_json()) == command
 
 
 def test_endpoint_without_effect_says_why(script: str) -> None:

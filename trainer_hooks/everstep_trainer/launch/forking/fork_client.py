@@ -121,7 +121,8 @@ class ForkServerClient:
         descriptors: tuple[int, ...] = (),
     ) -> None:
         """Order a child; ``Forked`` follows. The descriptors may be closed afterwards."""
-        order = Fork(serial=serial, target=target, arguments=dict(arguments), environment=dict(environment or {}))
+        variables = {name: None if value is None else os.fsencode(value) for name, value in (environment or {}).items()}
+        order = Fork(serial=serial, target=target, arguments=dict(arguments), environment=variables)
         self._send(order, descriptors)
 
     def signal(self, serial: int, number: signal.Signals) -> None:

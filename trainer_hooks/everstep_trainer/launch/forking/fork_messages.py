@@ -20,13 +20,14 @@ from everstep.errors import DECODE_ERRORS, MalformedMessage
 class Fork(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """To the fork server: fork a child that calls ``target`` (``module:function``).
 
-    The function gets the accompanying descriptors as a tuple, and ``arguments`` by keyword.
+    The function gets the accompanying descriptors as a tuple, and ``arguments`` by keyword. File names and the like go
+    as bytes (``os.fsencode``): messages hold UTF-8 only, which names of files need not be.
     """
 
     serial: int  # the launcher's number for this child
     target: str
     arguments: dict[str, Any] = {}
-    environment: dict[str, str | None] = {}  # changes to the fork server's own; None removes a name
+    environment: dict[str, bytes | None] = {}  # changes to the fork server's own; None removes a name
 
 
 class Signal(msgspec.Struct, frozen=True, kw_only=True, tag=True):

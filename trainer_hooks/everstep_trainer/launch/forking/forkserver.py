@@ -115,7 +115,7 @@ def run_child(order: Fork, descriptors: tuple[int, ...]) -> None:
         if value is None:
             os.environ.pop(name, None)
         else:
-            os.environ[name] = value
+            os.environ[name] = os.fsdecode(value)
     module, _, function = order.target.partition(":")
     target: Callable[..., Any] = getattr(importlib.import_module(module), function)
     target(descriptors, **order.arguments)

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Iterator
 
+from everstep.printable_text import valid_unicode
 from everstep_trainer.launch.forking.process_setup import process_name, set_process_name
 
 PREFIX = "everstep: "
@@ -51,7 +52,7 @@ def _set(title: str) -> None:
         return
     name = process_name()
     with _environment_kept():
-        setproctitle.setproctitle(title)
+        setproctitle.setproctitle(valid_unicode(title))
     set_process_name(name)  # setproctitle changes it, too
 
 

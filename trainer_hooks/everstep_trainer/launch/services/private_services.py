@@ -39,7 +39,7 @@ from everstep.host.state_directory import preferred_state_directory, state_direc
 from everstep.layout.vault_status import Pid, is_locked, read_status
 from everstep_trainer.launch.forking.fork_client import wait_for_exit
 from everstep_trainer.launch.forking.process_setup import notices_blocked
-from everstep_trainer.launch.options import RunStart
+from everstep_trainer.launch.options import RunStart, path_encoding_error
 from everstep_trainer.launch.services.job_rendezvous import (
     AUTHORITY_FILE,
     CERTIFICATE_FILE,
@@ -68,9 +68,12 @@ def resolve_state_dir(flag_value: str | None, environ: Mapping[str, str]) -> Pat
 def prepare_state_dir(flag_value: str | None, environ: Mapping[str, str]) -> Path:
     """Return the folder as ``resolve_state_dir`` does; log once if it replaces one in the home directory.
 
-    Raises ConfigurationError if another user has made the replacement, Unavailable if it cannot be made.
+    Raises ConfigurationError if the path cannot be used or another user has made the replacement, Unavailable if it
+    cannot be made.
     """
     folder, wanted = resolve_state_dir(flag_value, environ), preferred_state_directory(environ)
+    if problem := path_encoding_error(str(folder)):
+        raise ConfigurationError(f"--state-dir: {problem}")
     if flag_value is None and folder != wanted:
         private_directory(folder, "--state-dir")  # below /tmp, where other users could have made it
         log.debug("logs and sockets are in %s instead of %s: %s", folder, wanted, why_unusable(wanted))

@@ -40,3 +40,16 @@ def test_title_follows_the_rank_and_names_the_script() -> None:
         "everstep: standby of vit (train.py)|everstep-rank1",
         "everstep: rank 12 of vit (train.py)|everstep-rank1",
     ]
+
+
+def test_title_that_the_script_has_set_stays() -> None:
+    first = "set_first_title('standby', 'vit', 'src/train.py')\n"
+    own = "import setproctitle; setproctitle.setproctitle('my training')\n"
+    (line,) = shown(first + own + "change_title('rank 12'); show(); set_process_name('everstep-rank1')")
+    assert line.startswith("my training|")
+
+
+def test_title_of_a_script_whose_name_is_not_utf8() -> None:
+    assert shown("set_first_title('rank 0', 'vit', 'tr\\udce4in.py'); show()") == [
+        "everstep: rank 0 of vit (tr\ufffdin.py)|everstep-rank1"
+    ]
