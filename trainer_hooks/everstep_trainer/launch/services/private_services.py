@@ -329,7 +329,8 @@ class PrivateServices:
             self._url = self._url or f"http://{address}"
             if network.controller is not None:
                 log.debug("this is the first node of job %s: its controller listens at %s", self._name, self._url)
-        agent = PrivateService("agent", logs / f"{self._name}.agent.log", run_dir / "agent" / "agent.json", self._clock)
+        log_file, ready_file = logs / f"{self._name}.agent.log", run_dir / "agent" / "agent.json"
+        agent = PrivateService("agent", log_file, ready_file, self._clock, segment_dir(run_dir))
         self._services.append(agent)
         await agent.start(lambda _: _agent_command(run_dir, self._url, self._linger_s, network))
         self._serves = True
@@ -401,12 +402,13 @@ class PrivateServices:
 
 
 class PrivateService:
-    """One of the two services, which is started, supervised, restarted and ended."""
+    """One of the two services, which is started, supervised, restarted and ended; ``segments``: its vault's folder."""
 
-    def __init__(self, name: str, log_file: Path, ready_file: Path, clock: Clock) -> None:
+    def __init__(self, name: str, log_file: Path, ready_file: Path, clock: Clock, segments: Path | None = None) -> None:
         self._name = name
         self._log_file = log_file
         self._ready_file = ready_file
+        self._segments = segments
         self._clock = clock
         self._process: subprocess.Popen[bytes] | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -503,6 +505,9 @@ class PrivateService:
         if _is_full(self._log_file.parent):
             place = f"the file system of {self._log_file.parent} is full"
             return f"the private {self._name} {summary}: {place}; make room, or give another --state-dir"
+        if self._segments is not None and _is_read_only(self._segments):
+            place = f"the file system of {self._segments} is read-only"
+            return f"the private {self._name} {summary}: {place}; give another --segment-dir, or mount it writable"
         shown = "\n".join(f"  | {line}" for line in lines or ["(nothing)"])
         return f"the private {self._name} {summary}; the end of {self._log_file}:\n{shown}"
 
@@ -514,6 +519,14 @@ def _is_full(directory: Path) -> bool:
     except OSError:
         return False
     return status.f_bavail * status.f_frsize < 4096 or (status.f_files > 0 and status.f_favail == 0)
+
+
+def _is_read_only(directory: Path) -> bool:
+    """Return whether the file system on which a directory is, or would be made, is mounted read-only."""
+    for place in (directory, *directory.parents):
+        with contextlib.suppress(OSError):
+            return bool(os.statvfs(place).f_flag & os.ST_RDONLY)
+    return False
 
 
 # -P below: a user's directory may have modules named "agent" and "controller" too.

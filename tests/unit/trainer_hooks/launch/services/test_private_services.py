@@ -123,6 +123,16 @@ def test_full_disk_is_named_instead_of_an_empty_log(bench: ServiceBench, monkeyp
         asyncio.run(bench.service.start(bench.command))
 
 
+def test_read_only_memory_file_system_is_named(bench: ServiceBench, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.program = FAILING
+    bench.service = PrivateService("agent", bench.log_file, bench.ready_file, bench.clock, Path("/none/segments"))
+    read_only = os.statvfs_result((4096, 4096, 100, 9, 9, 10, 10, 10, os.ST_RDONLY, 255))
+    found, statvfs = {Path("/"): read_only}, os.statvfs
+    monkeypatch.setattr(os, "statvfs", lambda path: found.get(path) or statvfs(path))
+    with pytest.raises(Unavailable, match=r"starting: the file system of /none/segments is read-only; give another"):
+        asyncio.run(bench.service.start(bench.command))
+
+
 def test_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(
         private_services, "REQUIRED_MODULES", {"controller": ("no_such_web_framework",), "agent": ("msgspec",)}
