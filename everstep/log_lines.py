@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
-from typing import Any
+from typing import Any, TextIO
 
 from everstep.printable_text import escape_control, printable_json, valid_unicode
 
@@ -52,6 +53,34 @@ class LogThrottle:
 def shortened(text: str) -> str:
     """Return a log message, cut to MAX_CHARACTERS."""
     return text if len(text) <= MAX_CHARACTERS else f"{text[:MAX_CHARACTERS]}... ({len(text)} characters)"
+
+
+class StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to stderr, and loses what cannot be written, as to a file on a full disk: the program goes on.
+
+    The first line after lost ones is preceded by their number and the reason.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(sys.stderr)
+        self._lost = 0
+        self._reason: OSError | None = None
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record, or count it."""
+        try:
+            lines = [self.format(record)]
+            if self._lost:
+                message, values = "%d lines before this one could not be written: %s", (self._lost, self._reason)
+                notice = logging.LogRecord(__name__, logging.WARNING, "", 0, message, values, None)
+                lines = ["", self.format(notice), *lines]  # the disk may have taken a part of a lost line
+            self.stream.write("".join(line + self.terminator for line in lines))
+            self.flush()
+            self._lost = 0
+        except OSError as error:
+            self._lost, self._reason = self._lost + 1, error
+        except Exception:  # noqa: BLE001 - as every handler of logging
+            self.handleError(record)
 
 
 class SafeFormatter(logging.Formatter):

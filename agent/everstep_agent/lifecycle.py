@@ -19,7 +19,7 @@ import msgspec
 
 from everstep.errors import ConfigurationError
 from everstep.host.private_files import private_directory, write_private
-from everstep.log_lines import SEARCH_FIELDS, JsonLineFormatter, PlainLineFormatter
+from everstep.log_lines import SEARCH_FIELDS, JsonLineFormatter, PlainLineFormatter, StderrHandler
 
 
 def write_atomically(path: Path, content: Any) -> None:
@@ -149,6 +149,6 @@ class TextLines(PlainLineFormatter):
 
 def log_to_stderr(log_format: str, level: str) -> None:
     """Send the whole process's log to stderr as ``text`` or ``json``."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = StderrHandler()
     handler.setFormatter(JsonLineFormatter() if log_format == "json" else TextLines())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

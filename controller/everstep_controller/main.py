@@ -16,13 +16,13 @@ from everstep.bearer_tokens import TokenRole, mint
 from everstep.command_line import Flags, Version, make_app, takes_settings
 from everstep.errors import ConfigurationError, EverstepError, exit_on_errors
 from everstep.host.parent_process import die_with_parent, parent_pid
-from everstep.log_lines import JsonLineFormatter, PlainLineFormatter
+from everstep.log_lines import JsonLineFormatter, PlainLineFormatter, StderrHandler
 from everstep_controller.config import PROGRAM, ControllerSettings, load_settings, read_secrets
 
 
 def _log_to_stderr() -> None:
     """Log plain lines to a terminal, and JSON lines elsewhere."""
-    handler = logging.StreamHandler(sys.stderr)
+    handler = StderrHandler()
     handler.setFormatter(PlainLineFormatter() if sys.stderr.isatty() else JsonLineFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import errno
+import io
 import json
 import logging
 
 import pytest
 
 from everstep.clock import ManualClock
-from everstep.log_lines import JsonLineFormatter, LogThrottle, SafeFormatter
+from everstep.log_lines import JsonLineFormatter, LogThrottle, SafeFormatter, StderrHandler
 
 log = logging.getLogger("throttled")
 
@@ -43,3 +45,37 @@ def test_json_line_has_the_fields_for_search() -> None:
 def test_json_lines_take_names_of_files_in_any_encoding() -> None:
     record = logging.LogRecord("x", logging.INFO, "", 0, "reading %s", ("gr\udcc3\udcb6\udcdfe",), None)
     assert json.loads(JsonLineFormatter().format(record))["message"] == "reading grö\ufffde"
+
+
+class FullFile(io.StringIO):
+    """A file on a disk that may be full."""
+
+    is_full = False
+
+    def write(self, text: str) -> int:
+        if self.is_full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(text)
+
+
+def test_lines_that_a_full_disk_lost_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = FullFile()
+    monkeypatch.setattr("sys.stderr", file)
+    handler = StderrHandler()
+
+    def write(line: str, *, is_full: bool) -> None:
+        file.is_full = is_full
+        handler.handle(logging.LogRecord("x", logging.INFO, "", 0, line, (), None))
+
+    write("first", is_full=False)
+    write("second", is_full=True)
+    write("third", is_full=True)
+    write("fourth", is_full=False)
+    write("fifth", is_full=False)
+    assert file.getvalue().splitlines() == [
+        "first",
+        "",
+        "2 lines before this one could not be written: [Errno 28] No space left on device",
+        "fourth",
+        "fifth",
+    ]
