@@ -30,3 +30,17 @@ def test_long_home_falls_back(home: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert state_directory({}) == FALLBACK
     assert state_dir({}) == FALLBACK  # the commands look where the launcher writes
     assert "too long" in why_unusable(preferred_state_directory({}))
+
+
+def test_unwritable_home_falls_back(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: path != home)  # root may write to any directory
+    assert state_directory({}) == FALLBACK
+    assert why_unusable(preferred_state_directory({})) == f"{home} cannot be written"
+    assert state_directory({"XDG_STATE_HOME": str(home)}) == home / "everstep"
+
+
+def test_home_that_is_no_directory_falls_back(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (home / "file").touch()
+    monkeypatch.setenv("HOME", str(home / "file"))  # as /dev/null is of some accounts
+    assert state_directory({}) == FALLBACK
+    assert why_unusable(preferred_state_directory({})) == f"{home / 'file'} cannot be written"
