@@ -59,8 +59,8 @@ test-frameworks: $(FRAMEWORKS) ## kills under Lightning, transformers, DeepSpeed
 
 # Not from $(STAMP): each version has a virtual environment of its own, without torch, in out/pythons.
 .PHONY: test-pythons
-test-pythons: ## the fast tests that need no torch, under other Pythons (PYTHONS="3.12 3.13")
-	$(PYTHON) tools/other_pythons.py --numprocesses $(WORKERS) $(or $(PYTHONS),3.12 3.13)
+test-pythons: ## the fast tests that need no torch, under other Pythons (PYTHONS="3.12 3.13", REQUIRE=1: none missing)
+	$(PYTHON) tools/other_pythons.py --numprocesses $(WORKERS) $(if $(REQUIRE),--require) $(or $(PYTHONS),3.12 3.13)
 
 .PHONY: test-for
 test-for: $(STAMP) ## the files' own tests, then those at most two imports away (FILES="a.py b.py", DISTANCE=1: one)

@@ -3,7 +3,7 @@
 
 ``python tools/other_pythons.py 3.12 3.13`` makes a virtual environment for each version in ``out/pythons``, installs
 this checkout there with everything pinned by ``constraints.txt`` but torch, and runs the tests. A version without an
-interpreter on this machine is named in the last lines and left out.
+interpreter on this machine is named in the last lines and left out; with ``--require`` it is a failure.
 """
 
 from __future__ import annotations
@@ -24,24 +24,27 @@ FOLDERS = ("tests/unit", "tests/contract", "tests/scenarios")
 LEFT_OUT = ("tests/unit/docs", "tests/unit/trainer_hooks")
 """The first read documents, which are the same under each Python; the others need torch."""
 
+MISSING = "not tested, since no interpreter was found on PATH or among pyenv's versions"
+
 
 def main(arguments: list[str]) -> int:
-    """Test each version and return the exit status: 0 if no test failed under a version that was found."""
+    """Test each version and return the exit status: 0 if no test failed, and none of required versions is missing."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("versions", nargs="+", metavar="VERSION", help="for example 3.12")
     parser.add_argument("--numprocesses", type=int, default=4, help="processes that share the tests")
+    parser.add_argument("--require", action="store_true", help="fail if a version is missing")
     options = parser.parse_args(arguments)
     results = {version: test(version, options.numprocesses) for version in options.versions}
     for version, result in results.items():
         print(f"Python {version}: {result}", flush=True)
-    return 1 if "failed" in results.values() else 0
+    return 1 if "failed" in results.values() or (options.require and MISSING in results.values()) else 0
 
 
 def test(version: str, processes: int) -> str:
     """Run the tests under one version and return how they ended."""
     interpreter = find_interpreter(version)
     if interpreter is None:
-        return "not tested, since no interpreter was found on PATH or among pyenv's versions"
+        return MISSING
     python = install(interpreter, ROOT / "out" / "pythons" / version)
     pytest = [str(python), "-m", "pytest", "-q", "-m", SELECTION, *FOLDERS]
     pytest += ["--numprocesses", str(processes), "--dist", "loadfile"]

@@ -35,3 +35,9 @@ def test_interpreter_on_path_is_preferred(machine: Path) -> None:
     on_path = real(machine / "bin" / f"python{VERSION}")
     real(machine / "pyenv" / "versions" / f"{VERSION}.1" / "bin" / "python")
     assert tool.find_interpreter(VERSION) == on_path
+
+
+def test_missing_version_is_a_failure_where_it_is_required(machine: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tool.main(["9.9"]) == 0
+    assert capsys.readouterr().out.startswith("Python 9.9: not tested")
+    assert tool.main(["--require", "9.9"]) == 1
