@@ -95,8 +95,8 @@ def _check(train: TrainingFunction) -> None:
         )
     if os.environ.get(TORCHRUN_SCRIPT_VARIABLE):
         raise ConfigurationError(
-            "this script calls everstep.main: omit --torchrun-script of everstep-launch, which is for scripts that do "
-            "not"
+            "this script calls everstep.main: omit --torchrun-script and --no-python of everstep-launch, which are for "
+            "scripts that do not"
         )
     if inspect.iscoroutinefunction(train) or inspect.isgeneratorfunction(train):
         raise ConfigurationError("the training function is a coroutine or a generator: make it an ordinary function")

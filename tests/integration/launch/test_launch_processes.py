@@ -322,6 +322,19 @@ def test_arguments_that_are_too_long_end_the_launcher(agent: FakeAgent, script: 
         assert "did not end within" not in launcher.err  # the rank was never forked
 
 
+def test_program_takes_the_place_of_a_rank(agent: FakeAgent, tmp_path: Path) -> None:
+    """A program that runs a script which calls ``everstep.main`` is told why that cannot work."""
+    (tmp_path / "hooked.py").write_text("import everstep; everstep.main(print)")
+    program = tmp_path / "bind.sh"
+    program.write_text('#!/bin/sh\necho "rank $LOCAL_RANK of $WORLD_SIZE: $*"\n[ $RANK = 0 ] || exec "$@"\n')
+    program.chmod(0o700)
+    argv = ["--agent-socket", str(agent.path), "--nproc-per-node", "2", "--no-python", "--local-ranks-filter", "1"]
+    with launched(tmp_path, *argv, str(program), sys.executable, "hooked.py") as launcher:
+        assert launcher.wait() == 1
+        assert launcher.out == f"rank 1 of 2: {sys.executable} hooked.py\n"
+        assert "this script calls everstep.main: omit --torchrun-script and --no-python" in launcher.err
+
+
 TORCHRUN_SCRIPT = """
 import os, pathlib, signal, sys
 import torch, torch.distributed as dist
@@ -403,9 +416,9 @@ def test_a_launcher_under_nohup_survives_its_terminal(agent: FakeAgent, script: 
 
 
 def test_a_wrong_command_line_is_refused_before_anything_starts(tmp_path: Path) -> None:
-    with launched(tmp_path, "--no-python", "x", warm=False) as launcher:
+    with launched(tmp_path, "--no-python", "./x", warm=False) as launcher:
         assert launcher.wait() == 2
-        assert "--no-python is not supported" in launcher.err
+        assert "there is no executable program './x'" in launcher.err
 
 
 def test_the_launcher_itself_never_imports_torch() -> None:

@@ -10,12 +10,14 @@ import sys
 import traceback
 from datetime import timedelta
 from time import perf_counter
+from typing import NoReturn
 
 from everstep.chaos.targets import JOB_VARIABLE
 from everstep_trainer.launch.assignment import (
     CONTROL_FD_VARIABLE,
     LOCAL_RANK_VARIABLE,
     STARTED_AT_VARIABLE,
+    TORCHRUN_SCRIPT_VARIABLE,
     WORKER_PID_VARIABLE,
 )
 from everstep_trainer.launch.forking.process_setup import (
@@ -71,9 +73,11 @@ def count_ranks(kind: str) -> int:
 
 
 def run_script(
-    descriptors: tuple[int, ...], *, script: bytes, module: bool, arguments: list[bytes], name: bytes
+    descriptors: tuple[int, ...], *, script: bytes, module: bool, no_python: bool, arguments: list[bytes], name: bytes
 ) -> None:
     """Run ``script`` (a file, or a module's name if ``module``) as ``__main__``, as if a shell had started it.
+
+    With ``no_python`` the program ``script`` takes the place of this process.
 
     Raises SystemExit with the script's status. ``name`` is the script's in the title of the process.
     ``descriptors`` are the control socket, and optionally stdout and stderr.
@@ -94,10 +98,24 @@ def run_script(
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a killed process loses what it buffered: keep that to one line
             stream.reconfigure(line_buffering=True)
+    raise_oom_score()
+    if no_python:
+        os.environ[TORCHRUN_SCRIPT_VARIABLE] = "1"
+        execute_program(os.fsdecode(script), [os.fsdecode(argument) for argument in arguments])
     mark_warnings()
     keep_freed_memory()
-    raise_oom_score()
     execute_script(os.fsdecode(script), module=module, arguments=[os.fsdecode(argument) for argument in arguments])
+
+
+def execute_program(program: str, arguments: list[str]) -> NoReturn:
+    """Replace this process by a program from here or PATH. Raises SystemExit if that is impossible."""
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them, and the program would too
+        signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execvp(program, [program, *arguments])  # noqa: S606 - the program that the user named
+    except OSError as error:
+        show_line(f"--no-python: the program {program} cannot be run: {error}")
+        raise SystemExit(126) from None
 
 
 def execute_script(script: str, *, module: bool, arguments: list[str]) -> None:

@@ -15,7 +15,7 @@ import msgspec
 import typer
 
 from everstep.command_line import CONTEXT_SETTINGS, Flags, Version, make_app, takes_settings
-from everstep.errors import ConfigurationError, exit_on_errors
+from everstep.errors import exit_on_errors
 from everstep.host.parent_process import die_with_parent
 from everstep.printable_text import escape_control
 from everstep.system_clock import SYSTEM_CLOCK
@@ -71,7 +71,6 @@ def everstep_launch(
     flags: Flags,
     ignored: list[str],
     training_script_args: Annotated[list[str] | None, typer.Argument(help="Arguments of the script.")] = None,
-    no_python: Annotated[bool, typer.Option("--no-python", "--no_python", hidden=True)] = False,
     _version: Version = False,
 ) -> None:
     """Run a training script on this node's ranks, and replace single ranks when they fail.
@@ -81,11 +80,6 @@ def everstep_launch(
     status of its first failed process.
     """
     with exit_on_errors("everstep-launch"):
-        if no_python:
-            raise ConfigurationError(
-                "--no-python is not supported, because workers are forked from a Python process that has imported "
-                "torch: give a Python script or a module (-m)"
-            )
         handler = install_launcher_log(is_verbose=bool(flags.get("verbose")))
         for name in ignored:
             level = logging.DEBUG if name in NOT_MISSED else logging.INFO

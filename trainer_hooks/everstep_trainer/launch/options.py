@@ -7,6 +7,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import stat
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,7 +41,6 @@ IGNORED_FLAGS = {
     "logs_specs": "see --log-dir and --tee",
     "redirects": "with --log-dir, all output goes to files",
     "numa_binding": "workers are not bound; start the launcher with numactl",
-    "local_ranks_filter": "--log-dir keeps one file per worker",
     "duplicate_stdout_filters": "--log-dir keeps one file per worker",
     "duplicate_stderr_filters": "--log-dir keeps one file per worker",
     "signals_to_handle": "SIGINT, SIGTERM and SIGHUP always shut down the job on this node",
@@ -109,12 +109,20 @@ class LogFileSettings(SettingsPart, frozen=True, kw_only=True):
     log_dir: str | None = None
     """Directory for the output of the workers."""
     tee: str = "0"
-    """With ``log_dir``, print the output as well, each line with its rank. As in torchrun, any value but 0."""
+    """Print each line with its rank, also with ``log_dir``. As in torchrun, any value but 0."""
+    local_ranks_filter: str = ""
+    """Local ranks, separated by commas, whose output is printed; files and ``everstep logs`` have the others' too.
+    Default: all."""
+
+    @property
+    def printed_local_ranks(self) -> frozenset[int] | None:
+        """Local ranks whose output is printed; None: all."""
+        return frozenset(map(int, self.local_ranks_filter.split(","))) if self.local_ranks_filter else None
 
     def problems(self) -> Iterator[str]:
         """Yield a message for each invalid value, which says how to fix it."""
-        if self.tee != "0" and self.log_dir is None:
-            yield "--tee needs --log-dir, the directory for the files that it also prints"
+        if self.local_ranks_filter and not re.fullmatch(r" *\d+ *(, *\d+ *)*", self.local_ranks_filter):
+            yield f"--local-ranks-filter {self.local_ranks_filter}: expected local ranks, such as 0,1"
 
 
 class ProcessSettings(SettingsPart, frozen=True, kw_only=True):
@@ -298,6 +306,8 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
     log_files: LogFileSettings = LogFileSettings()
     module: bool = False
     """The script is the name of a module, as in ``python -m``."""
+    no_python: bool = False
+    """The script is any program, which is run as it is. It must not call ``everstep.main``."""
     agent_socket: str | None = None
     """Socket of the node's agent. Default: ``/run/everstep/agent.sock`` if it exists, else a private agent."""
     processes: ProcessSettings = ProcessSettings()
@@ -331,6 +341,7 @@ class LaunchSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 _AS_IN_TORCHRUN = """
     nnodes nproc_per_node rdzv_endpoint node_rank standalone max_restarts local_addr log_dir tee module
+    local_ranks_filter no_python
 """
 TORCHRUN_SETTINGS = tuple(_AS_IN_TORCHRUN.split())
 """Settings that have torchrun's name and meaning."""
@@ -458,8 +469,18 @@ class LaunchOptions(LaunchSettings, frozen=True, kw_only=True):
         }.items():
             if path is not None and (problem := path_encoding_error(path)):
                 yield f"{flag}: {problem}"
-        if not self.module and not Path(self.script).is_file():
+        if self.no_python:
+            yield from self._problems_of_a_program()
+        elif not self.module and not Path(self.script).is_file():
             yield f"there is no script {self.script!r} here (for a module, use -m)"
+
+    def _problems_of_a_program(self) -> Iterator[str]:
+        if self.module:
+            yield "--no-python runs a program, and --module a module of Python: omit one of them"
+        if self.max_nodes > 1 and not self.torchrun_script:
+            yield "--no-python in a job of several nodes needs --torchrun-script"
+        if shutil.which(self.script) is None:
+            yield f"--no-python: there is no executable program {self.script!r} here or in PATH"
 
     def job_spec(self, nproc_per_node: int) -> JobSpec:
         """Return the job's specification for the controller, given the number of ranks."""

@@ -115,6 +115,7 @@ class ScriptCommand(msgspec.Struct, frozen=True, kw_only=True):
 
     script: str
     module: bool
+    no_python: bool = False
     arguments: tuple[str, ...]
     address: str
     grace_s: float
@@ -232,6 +233,7 @@ class WorkerProcesses:
             command = ScriptCommand(
                 script=options.script,
                 module=options.module,
+                no_python=options.no_python,
                 arguments=options.arguments,
                 address=self.address[0],
                 grace_s=options.waits.grace_s,
@@ -241,6 +243,7 @@ class WorkerProcesses:
         return {
             "script": os.fsencode(script),
             "module": module,
+            "no_python": options.no_python and not options.torchrun_script,
             "arguments": [os.fsencode(argument) for argument in arguments],
             "name": os.fsencode(options.script),
         }

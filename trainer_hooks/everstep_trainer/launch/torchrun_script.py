@@ -28,7 +28,7 @@ from everstep.host.processes import has_signal_handler
 from everstep.printable_text import valid_unicode
 from everstep_trainer.config import HookSettings
 from everstep_trainer.launch.assignment import TORCHRUN_SCRIPT_VARIABLE
-from everstep_trainer.launch.children import execute_script
+from everstep_trainer.launch.children import execute_program, execute_script
 from everstep_trainer.launch.forking.process_setup import NOTICE_SIGNALS
 from everstep_trainer.launch.processes import TORCHRUN_SCRIPT_MODULE, ScriptCommand
 
@@ -119,6 +119,8 @@ def main() -> None:
     command = ScriptCommand.from_json(options.command)
     if options.parent is not None:
         die_with_parent(options.parent, signal.SIGKILL)
+        if command.no_python:
+            execute_program(command.script, list(command.arguments))
         execute_script(command.script, module=command.module, arguments=list(command.arguments))
         return
     logging.getLogger("everstep_trainer.run").setLevel(logging.ERROR)  # "nothing is tracked" is meant for other scripts

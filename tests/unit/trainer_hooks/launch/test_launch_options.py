@@ -79,10 +79,25 @@ def test_endpoint_without_effect_says_why(script: str) -> None:
     assert str(numbered.endpoint_notice).startswith("--node-rank, --job-secret-file have no effect: ")
 
 
-def test_no_python_is_refused_with_advice(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        PROGRAMS["everstep-launch"][0](["--no-python", "./train"])
-    assert "give a Python script or a module" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("flags", "says"),
+    [
+        (["-m", "sh"], "omit one of them"),
+        (["--nnodes=2", "--rdzv-endpoint=a:1", "sh"], "needs --torchrun-script"),
+        (["./train"], "no executable program './train' here or in PATH"),
+    ],
+)
+def test_program_that_cannot_run_is_refused(flags: list[str], says: str) -> None:
+    with pytest.raises(ConfigurationError, match=says):
+        launch_settings(["--no-python", *flags], {})
+
+
+def test_printed_local_ranks_are_numbers(script: str) -> None:
+    assert launch_settings([script], {}).log_files.printed_local_ranks is None
+    filtered = launch_settings([script], {"PET_LOCAL_RANKS_FILTER": "0, 12"})
+    assert filtered.log_files.printed_local_ranks == frozenset({0, 12})
+    with pytest.raises(ConfigurationError, match="--local-ranks-filter 0,x: expected local ranks, such as 0,1"):
+        launch_settings(["--local_ranks_filter=0,x", script], {})
 
 
 def test_environment_fills_options_but_never_overrides(script: str) -> None:
@@ -123,7 +138,6 @@ def test_named_job_keeps_checkpoints_for_a_returning_launcher(script: str) -> No
         (["--priority", "2000"], "between -1000 and 1000"),
         (["--replicas", "9"], "between 1 and 8"),
         (["--hang-threshold-s", "0"], "positive"),
-        (["--tee", "3"], "--log-dir"),
     ],
 )
 def test_impossible_options_are_refused_with_advice(script: str, argv: list[str], mend: str) -> None:

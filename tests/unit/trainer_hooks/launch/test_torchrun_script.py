@@ -24,11 +24,17 @@ def main() -> None:
     from everstep_trainer.launch.processes import ScriptCommand
     from everstep_trainer.launch.torchrun_script import run_script
 
-    script, store = sys.argv[1:]
+    script, store, no_python = sys.argv[1:]
     os.environ["MASTER_PORT"] = "0"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     command = ScriptCommand(
-        script=script, module=False, arguments=("--lr", "0.1"), address="127.0.0.1", grace_s=60.0, max_restarts=2
+        script=script,
+        module=False,
+        no_python=no_python == "True",
+        arguments=("--lr", "0.1"),
+        address="127.0.0.1",
+        grace_s=60.0,
+        max_restarts=2,
     )
     everstep.main(lambda run: run_script(command, run))
     print("rank returned", flush=True)
@@ -37,10 +43,11 @@ def main() -> None:
 class Rank:
     """A process with one rank that runs ``script``."""
 
-    def __init__(self, forks: ForkPool, folder: Path, script: str) -> None:
+    def __init__(self, forks: ForkPool, folder: Path, script: str, *, no_python: bool = False) -> None:
         (folder / "script.py").write_text(script)
+        (folder / "script.py").chmod(0o700)
         self._output = folder / "output"
-        argv = [str(folder / "script.py"), str(folder / "store")]
+        argv = [str(folder / "script.py"), str(folder / "store"), str(no_python)]
         self.process = ForkedProgram(forks, __name__, argv, self._output)
 
     @property
@@ -65,6 +72,13 @@ print(sys.argv[1:], *(os.environ[name] for name in names), int(os.environ["MASTE
     ).end()
     assert output.splitlines() == ["['--lr', '0.1'] 127.0.0.1 False 2 True __main__", "rank returned"]
     assert status == 0
+
+
+def test_program_runs_in_place_of_a_script(forks: ForkPool, tmp_path: Path) -> None:
+    # Python ignores SIGPIPE, and a program that inherited that would not end with its reader.
+    script = '#!/bin/sh\necho "$1 $2 $MASTER_ADDR"\ngrep -c "SigIgn:.*1...$" /proc/$$/status\ntrue'
+    status, output = Rank(forks, tmp_path, script, no_python=True).end()
+    assert (status, output.splitlines()) == (0, ["--lr 0.1 127.0.0.1", "0", "rank returned"])
 
 
 def test_rank_ends_by_the_signal_of_its_script(forks: ForkPool, tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ class OutputCopier:
         folder: Folder of kept files; None keeps nothing.
         log_dir: Folder for whole output, as ``worker-SERIAL.out`` and ``.err``; without ``is_tee`` nothing is shown.
         is_tee: Show lines with the label of their rank.
+        shown: Local ranks whose output is shown; None: all.
         labels: Current names of workers, such as ``rank 3``.
 
     Raises:
@@ -93,6 +94,7 @@ class OutputCopier:
         folder: Path | None = None,
         log_dir: Path | None = None,
         is_tee: bool = False,
+        shown: frozenset[int] | None = None,
         labels: Mapping[int, str],
     ) -> None:
         if log_dir is not None:
@@ -101,7 +103,8 @@ class OutputCopier:
             except OSError as error:
                 raise ConfigurationError(f"--log-dir: cannot write ranks' output to {log_dir}: {error}") from error
         self._screen, self._clock, self._log_dir, self._is_tee = screen, clock, log_dir, is_tee
-        self._labels = labels
+        self._labels, self._shown = labels, shown
+        self._is_line_wise = log_dir is not None or is_tee  # what is written is no terminal's
         self._shows_ranks = log_dir is None or is_tee
         self._shows_all = False
         self._files = KeptFiles(folder)
@@ -120,10 +123,10 @@ class OutputCopier:
 
     def open(self, serial: int, local_rank: int | None) -> tuple[int, int]:
         """Return descriptors for a worker's stdout and stderr; close them once they are passed on."""
-        screen, is_raw = self._screen, self._log_dir is not None
+        screen = self._screen
         if local_rank is not None:
             self.assign(serial, local_rank)
-        if screen.is_one and not is_raw:  # as one file, what is written to both stays in its order
+        if screen.is_one and not self._is_line_wise:  # as one file, what is written to both stays in its order
             writing = self._open(serial, screen.stderr, "")
             return writing, os.dup(writing)
         return self._open(serial, screen.stdout, "out"), self._open(serial, screen.stderr, "err")
@@ -161,7 +164,7 @@ class OutputCopier:
 
     def shows_stderr_of(self, descriptor: int) -> str:
         """Return the value of OUTPUT_VARIABLE for a worker with this stderr; empty if it is not shown as it is."""
-        if self._log_dir is not None:
+        if self._is_line_wise:
             return ""
         with contextlib.suppress(OSError):
             return f"{identity(self._screen.stderr.descriptor)} {identity(descriptor)}"
@@ -197,7 +200,7 @@ class OutputCopier:
             os.write(self._wake, b"\0")
 
     def _open(self, serial: int, target: OutputStream, kind: str) -> int:
-        reading, writing = _make_pair(target.descriptor if self._log_dir is None else -1)
+        reading, writing = _make_pair(-1 if self._is_line_wise else target.descriptor)
         os.set_blocking(reading, False)
         raw = None
         if self._log_dir is not None:
@@ -286,6 +289,8 @@ class OutputCopier:
 
     def _show(self, channel: Channel, data: bytes) -> None:
         if not self._shows_ranks:
+            return
+        if self._shown is not None and self._local_ranks.get(channel.serial) not in self._shown:
             return
         if not self._is_tee:
             channel.target.write(data)

@@ -77,7 +77,9 @@ def copying_output(
     """
     handler = launcher_log()
     log_files = options.log_files
-    is_direct = log_files.log_dir is None and not options.display.keep_output
+    printed, is_tee = log_files.printed_local_ranks, log_files.tee != "0"
+    is_changed = log_files.log_dir is not None or is_tee or printed is not None
+    is_direct = not options.display.keep_output and not is_changed
     about = AboutOutput(job=options.job, started_at=clock.wall(), keeps_ranks=not is_direct)
     with contextlib.ExitStack() as stack:
         folder = None
@@ -92,7 +94,8 @@ def copying_output(
             clock,
             folder=folder,
             log_dir=log_dir,
-            is_tee=log_files.tee != "0",
+            is_tee=is_tee,
+            shown=printed,
             labels=labels,
         )
         stack.callback(copier.end)

@@ -121,6 +121,18 @@ def test_ranks_are_not_shown_after_the_end(tmp_path: Path) -> None:
     assert kept(tmp_path, rank_file(0)) == ["before", "Traceback", "everstep: late"]
 
 
+def test_only_chosen_local_ranks_are_shown_and_all_are_kept(tmp_path: Path) -> None:
+    def write(out: int, _: int) -> None:
+        os.write(out, b"a line\n")
+
+    with copying(tmp_path, shown=frozenset({1})) as (copier, shown):
+        for serial, local_rank in ((1, 0), (2, 1)):
+            play(copier, write, serial, local_rank)
+            settle(copier)
+    assert shown.out == b"a line\n"
+    assert kept(tmp_path, rank_file(0)) == kept(tmp_path, rank_file(1)) == ["a line"]
+
+
 def test_output_of_a_standby_goes_to_the_rank_it_becomes(tmp_path: Path) -> None:
     with copying(tmp_path) as (copier, _):
         out, err = copier.open(4, None)
@@ -158,6 +170,13 @@ def test_tee_labels_whole_lines_and_files_have_all(tmp_path: Path) -> None:
         play(copier, lambda out, err: print(os.write(out, b"one\ntwo"), os.write(err, b"three\n")))
     assert (shown.out, shown.err) == (b"[rank 3]: one\n[rank 3]: two\n", b"[rank 3]: three\n")
     assert (tmp_path / "logs" / "worker-1.out").read_bytes() == b"one\ntwo"
+
+
+def test_tee_without_files_labels_lines_of_both_streams(tmp_path: Path) -> None:
+    with copying(tmp_path, is_tee=True) as (copier, shown):
+        play(copier, lambda out, err: print(os.write(out, b"one\ntw"), os.write(err, b"three\n"), os.write(out, b"o")))
+    assert sorted(shown.out.splitlines()) == [b"[rank 3]: one", b"[rank 3]: three", b"[rank 3]: two"]
+    assert sorted(kept(tmp_path, rank_file(0))) == ["one", "three", "two"]
 
 
 def test_unwritable_log_directory_is_refused_with_advice(tmp_path: Path) -> None:
