@@ -251,6 +251,25 @@ def test_same_command_continues_from_storage(short_path: Path) -> None:
     assert len([step for rank, _, step, _ in Run(short_path, launcher).lines() if rank == 0]) < 60 + 60 + 90
 
 
+@pytest.mark.promise("resumed-by-default")
+def test_fresh_run_starts_anew_and_removes_nothing(short_path: Path) -> None:
+    (short_path / "train.py").write_text(TRAIN)
+    argv = ["--nproc-per-node", "2", "--spill-to", "store", "--job", "llama", *PATIENT]
+    argv += ["--state-dir", str(short_path / "state")]
+    with launched(short_path, *argv, "train.py") as launcher:
+        assert launcher.wait() == 0, launcher.err
+    stored = {path: path.read_bytes() for path in (short_path / "store").rglob("*") if path.is_file()}
+    assert any(path.name == ".metadata" for path in stored)
+    with launched(short_path, *argv, "--fresh", "train.py") as launcher:
+        assert launcher.wait() == 0, launcher.err
+        steps = [step for rank, _, step, _ in Run(short_path, launcher).lines() if rank == 0]
+    assert steps == 2 * list(range(1, 61))
+    assert "starts anew" in launcher.err
+    assert {path: path.read_bytes() for path in stored} == stored
+    assert {path.name for path in (short_path / "store").iterdir()} == {"llama", "llama~2"}
+    assert list((short_path / "store" / "llama~2").glob("*/.metadata"))
+
+
 @pytest.mark.promise("clean-exit")
 @pytest.mark.parametrize("vault_too", [False, True])
 def test_restarted_launcher_restores_from_vault_memory(short_path: Path, vault_too: bool) -> None:
