@@ -188,6 +188,35 @@ def test_live_state_counts_only_if_unwritten(node: Node, changed: str) -> None:
     assert node.restore(next(node.numbers))[0] == {Version(number, 1 if changed else 2)}
 
 
+@pytest.mark.promise("no-torn-step")
+@pytest.mark.parametrize(("swapped", "interval", "restored_step"), [(4, 8, 1), (3, 8, 2), (4, 1, 2)])
+def test_average_swapped_in_by_data_is_never_restored(
+    node: Node, swapped: int, interval: int, restored_step: int
+) -> None:
+    """The last rank dies while so many ranks have averaged weights in the model for an evaluation between steps."""
+    number, ranks = next(node.numbers), [Rank() for _ in range(WORLD)]
+    made = node.train(ranks, number, SnapshotOptions(interval=interval))
+    trained = {2: [parameter.detach().clone() for parameter in ranks[0].model.parameters()]}
+    for snapshots in made:
+        snapshots.begin(2)
+        if interval == 1:
+            assert snapshots._last is not None
+            assert snapshots._last.copied.wait(60)
+    for rank in ranks[WORLD - swapped :]:
+        for parameter in rank.model.parameters():
+            parameter.data.copy_(0.9 * parameter.data)
+    made[-1].close(finish=False)
+    with ThreadPoolExecutor(WORLD) as threads:
+        list(threads.map(partial(Snapshotter.close, finish=True, rescue_wait_s=60.0), made[:-1]))
+    again = Rank()
+    again.update(1)
+    trained[1] = [parameter.detach().clone() for parameter in again.model.parameters()]
+    versions, restored = node.restore(next(node.numbers))
+    assert versions == {Version(number, restored_step)}
+    for rank in restored:
+        assert all(map(torch.equal, rank.model.parameters(), trained[restored_step]))
+
+
 @pytest.mark.promise("finished-step-survives")
 def test_no_slot_is_filled_while_its_rank_may_store(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     number, ranks = next(node.numbers), [Rank() for _ in range(WORLD)]
