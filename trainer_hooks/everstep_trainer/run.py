@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from time import thread_time
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -77,6 +78,14 @@ def call_generation_hooks() -> None:
         hook()
 
 
+_newest: ref[Run] | None = None
+
+
+def newest_run() -> Run | None:
+    """Return the run of this process's newest call of the training function, if it still exists; for integrations."""
+    return None if _newest is None else _newest()
+
+
 class Closable(Protocol):
     """A resource of one generation."""
 
@@ -104,6 +113,8 @@ class Run:
     """
 
     def __init__(self, context: RankContext, session: TrainingSession) -> None:
+        global _newest
+        _newest = ref(self)
         self._context, self._session = context, session
         self._finished_step = 0
         self._has_tracked = context.generation == 0  # without Everstep there is nothing to warn about

@@ -361,6 +361,7 @@ def track_engine(run: Run, engine: DeepSpeedEngine, **options: Any) -> None:
     objects = tracked_objects(engine)
     run.track(**objects, **options)
     work_alone(run, engine, save_checkpoint="checkpoint", save_16bit_model="saving the model")
+    work_alone(run, engine.monitor, write_events="logging")
     wait_before_updates(run, objects["deepspeed"])
 
 

@@ -30,6 +30,7 @@ from everstep_trainer.integrations.adapter_parts.lightning_packages import (
     make_strategy,
     package_in_use,
 )
+from everstep_trainer.integrations.adapter_parts.sections import work_alone
 from everstep_trainer.run import Run
 
 __all__ = ["PACKAGES", "everstep_strategy", "track"]
@@ -115,6 +116,7 @@ def track(
         named.setdefault("precision", fabric.strategy.precision)
     run.track(**named)
     fabric.strategy.loader = epochs
+    work_alone(run, fabric, log_dict="logging")  # which ``log`` calls; its strategy declares checkpoints
     return epochs
 
 

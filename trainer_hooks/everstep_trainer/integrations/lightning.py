@@ -50,6 +50,7 @@ from everstep_trainer.integrations.adapter_parts.lightning_packages import (
     make_strategy,
     package_in_use,
 )
+from everstep_trainer.integrations.adapter_parts.sections import work_alone
 from everstep_trainer.run import Run
 
 if TYPE_CHECKING:
@@ -104,6 +105,7 @@ class EverstepCallback(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Track the objects: the strategy has set them up, and loops and data have not begun."""
+        _name_work(self._run, trainer)
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
         named: dict[str, Any] = {f"scheduler{index}": scheduler for index, scheduler in enumerate(schedulers)}
         if trainer.precision_plugin.state_dict():
@@ -148,6 +150,18 @@ class EverstepCallback(Callback):
             if self.csv_rows is not None:
                 self.csv_rows.save()
             next(self._steps)
+
+
+def _name_work(run: Run, trainer: Trainer) -> None:
+    """Declare the work for which other ranks may wait; the strategy declares checkpoints."""
+    work_alone(run, trainer._data_connector, prepare_data="preparing data")
+    for loop in (trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop):
+        work_alone(run, loop, run="validation")
+    work_alone(run, trainer.test_loop, run="test")
+    work_alone(run, trainer.predict_loop, run="prediction")
+    for logger in trainer.loggers:
+        work_alone(run, logger, log_metrics="logging", log_hyperparams="logging", log_graph="logging", save="logging")
+        work_alone(run, logger, after_save_checkpoint="upload", finalize="logging")
 
 
 class _FitProgress:
@@ -263,6 +277,7 @@ class _TrainerStrategy(RunStrategyMixin):
         """Add the callback in front of all others, which then see the restored state."""
         super().setup_environment()
         trainer = self.lightning_module.trainer  # type: ignore[attr-defined]  # the strategy's
+        _name_work(self.run, trainer)
         found = [callback for callback in trainer.callbacks if isinstance(callback, EverstepCallback)]
         self._callback = found[0] if found else None
         if self._callback is None and trainer.state.fn == "fit":

@@ -29,7 +29,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from megatron.core import num_microbatches_calculator, parallel_state, rerun_state_machine
+from megatron.core import dist_checkpointing, num_microbatches_calculator, parallel_state, rerun_state_machine
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -38,6 +38,7 @@ from megatron.core.tensor_parallel import random as tensor_parallel_random
 
 from everstep.layout.manifests import Box, Extent
 from everstep_trainer.data.rng import seed_step, stream_seed
+from everstep_trainer.integrations.adapter_parts.sections import work_alone
 from everstep_trainer.run import Run
 from everstep_trainer.state.optimizer_state import map_tensors
 from everstep_trainer.state.python_state import group_options, load_options
@@ -65,7 +66,8 @@ def reset_process_state() -> None:
 def initialize_megatron(run: Run, **sizes: Any) -> None:
     """Make Megatron's groups for this generation, and declare its replicas of the model. A collective.
 
-    Call it first in the training function, instead of ``parallel_state.initialize_model_parallel``.
+    Call it first in the training function, instead of ``parallel_state.initialize_model_parallel``. Ranks in
+    ``dist_checkpointing.save`` are not taken for hung from then on.
 
     Args:
         run: The run of the training function.
@@ -75,6 +77,7 @@ def initialize_megatron(run: Run, **sizes: Any) -> None:
         RuntimeError: Megatron cannot divide this generation's ranks into such sizes.
     """
     reset_process_state()
+    work_alone(run, dist_checkpointing, save="checkpoint")
     parallel_state.initialize_model_parallel(**sizes)
     if run.device.type == "cpu":  # the tracker has states of CUDA generators, so on a CPU there is nothing to track
         tensor_parallel_random.initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)

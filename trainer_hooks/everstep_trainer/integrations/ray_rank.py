@@ -10,6 +10,7 @@ import inspect
 import os
 import socket
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +21,7 @@ from ray.train.v2._internal.execution.train_fn_utils import TrainFnUtils, set_tr
 from ray.train.v2.api.context import LocalTrainContext
 
 import everstep
+from everstep_trainer.run import newest_run
 
 
 class RankTrainFnUtils(TrainFnUtils):
@@ -39,7 +41,8 @@ class RankTrainFnUtils(TrainFnUtils):
     ) -> None:
         """Report metrics, and optionally a local checkpoint folder, if this is rank 0; else do nothing.
 
-        Returns once the Ray worker has taken the report, and copied the checkpoint to Ray's storage.
+        Returns once the Ray worker has taken the report, and copied the checkpoint to Ray's storage. The rank is not
+        taken for hung meanwhile.
         """
         if refused := [name for name in ("checkpoint_upload_fn", "validation") if options.get(name)]:
             raise RuntimeError(f"ray.train.report takes no {' or '.join(refused)} in a rank of everstep-launch")
@@ -52,7 +55,11 @@ class RankTrainFnUtils(TrainFnUtils):
                 raise ValueError(f"report a checkpoint of a local folder: {checkpoint.path} is none")
         message = {"metrics": metrics, "checkpoint": path, "checkpoint_dir_name": checkpoint_dir_name}
         encoded = msgspec.msgpack.encode(message, enc_hook=_plain)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        run = newest_run()
+        with (
+            nullcontext() if run is None else run.alone("report"),
+            socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection,
+        ):
             connection.connect(str(self._reports))
             connection.sendall(encoded)
             connection.shutdown(socket.SHUT_WR)

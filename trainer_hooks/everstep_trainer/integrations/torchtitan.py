@@ -38,6 +38,7 @@ from torchtitan.distributed import utils as titan_distributed
 from torchtitan.trainer import Trainer
 
 from everstep_trainer.data.loader import end_workers
+from everstep_trainer.integrations.adapter_parts.sections import work_alone
 from everstep_trainer.run import Run
 from everstep_trainer.state.stateful_loader import PerRankLoader
 
@@ -85,6 +86,7 @@ def build_trainer(
             reduce_without_factor(part)
     trainer.checkpointer = _StepKeeper(trainer, run, seed, extra_objects)
     _report_losses(trainer, run)
+    _name_work(trainer, run)
     return trainer
 
 
@@ -122,6 +124,13 @@ def _report_losses(trainer: Trainer, run: Run) -> None:
         log(step, global_avg_loss, *arguments, **options)
 
     trainer.metrics_processor.log = report
+
+
+def _name_work(trainer: Trainer, run: Run) -> None:
+    """Declare the work for which other ranks may wait; checkpoints are `_StepKeeper`'s."""
+    work_alone(run, trainer.metrics_processor, log="logging")
+    if trainer.config.validator.enable:
+        work_alone(run, trainer.validator, validate="validation")
 
 
 # ---- the points of a step

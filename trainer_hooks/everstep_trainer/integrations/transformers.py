@@ -89,7 +89,7 @@ def attach(
     trainer.add_callback(callback)
     _leave_out_checkpoint(trainer, run)
     work_alone(run, trainer, _save_checkpoint="checkpoint", save_model="saving the model", push_to_hub="upload")
-    work_alone(run, trainer, evaluate="evaluation", predict="prediction")
+    work_alone(run, trainer, evaluate="evaluation", predict="prediction", log="logging")
     callbacks = trainer.callback_handler.callbacks
     callbacks.insert(0, callbacks.pop())  # before all others, which then see the restored state
 

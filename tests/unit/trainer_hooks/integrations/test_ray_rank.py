@@ -10,6 +10,10 @@ import msgspec
 import numpy as np
 import pytest
 
+from everstep_trainer.parallel.replicas import RankContext
+from everstep_trainer.run import Run
+from tests.support.ranks.recorded_session import RecordedSession
+
 pytestmark = [pytest.mark.slow, pytest.mark.frameworks("ray"), pytest.mark.filterwarnings("ignore")]
 
 
@@ -31,6 +35,8 @@ def test_report_waits_for_the_answer(modules: Any, short_path: Path, monkeypatch
     monkeypatch.setattr(host, "_forward", forward)
     monkeypatch.setenv("RANK", "0")
     utils = rank.RankTrainFnUtils("experiment", None, short_path / "reports")
+    session = RecordedSession()
+    run = Run(RankContext(), session)
     with host._collect_reports(short_path / "reports", None):
         utils.report({"loss": np.float32(0.5), "step": 3})
         with pytest.raises(RuntimeError, match="disk full"):
@@ -41,6 +47,8 @@ def test_report_waits_for_the_answer(modules: Any, short_path: Path, monkeypatch
             utils.report({"loss": np.ones(2)})
         monkeypatch.setenv("RANK", "1")
         utils.report({"step": 4})
+    assert session.sections == ["report", "report"]
+    del run  # of which the reports hold no reference
     assert [report["metrics"] for report in received] == [{"loss": 0.5, "step": 3}, {}]
 
 

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+import gc
 
 import pytest
 
 from everstep_trainer.integrations.adapter_parts.sections import work_alone
 from everstep_trainer.parallel.replicas import RankContext
 from everstep_trainer.run import Run
-from everstep_trainer.session.generation_session import TrainingSession
-
-
-class NamedSession(TrainingSession):
-    """Records the names of sections."""
-
-    def __init__(self) -> None:
-        self.sections: list[str] = []
-
-    def alone(self, name: str, limit_s: float | None) -> AbstractContextManager[None]:
-        self.sections.append(name)
-        return nullcontext()
+from tests.support.ranks.recorded_session import RecordedSession
 
 
 class Saver:
@@ -32,8 +21,9 @@ class Saver:
 
 
 def test_method_runs_inside_its_section() -> None:
-    session, saver, other = NamedSession(), Saver(), Saver()
-    work_alone(Run(RankContext(), session), saver, save="checkpoint", upload="upload")
+    session, saver, other = RecordedSession(), Saver(), Saver()
+    run = Run(RankContext(), session)
+    work_alone(run, saver, save="checkpoint", upload="upload")
     assert saver.save(3, late=True) == (3, True)
     assert other.save(1) == (1, False)
     with pytest.raises(ValueError, match="-1"):
@@ -41,3 +31,16 @@ def test_method_runs_inside_its_section() -> None:
     assert session.sections == ["checkpoint", "checkpoint"]
     assert saver.save.__doc__ == "Save a step."
     assert not hasattr(saver, "upload")
+
+
+def test_object_that_outlives_its_run_takes_the_next_one() -> None:
+    sessions, saver = [RecordedSession(), RecordedSession()], Saver()
+    for session in sessions:
+        run = Run(RankContext(), session)
+        work_alone(run, saver, save="checkpoint")
+        saver.save(1)
+    assert [session.sections for session in sessions] == [["checkpoint"]] * 2
+    del run
+    gc.collect()
+    assert saver.save(2) == (2, False)
+    assert sessions[1].sections == ["checkpoint"], "the run is gone, and its section with it"
