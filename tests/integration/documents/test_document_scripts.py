@@ -111,14 +111,26 @@ def end_with(shown: str, work: str) -> str:
     return re.sub(r"until=\d+", "until=8", before) + work.lstrip("\n") + end + after
 
 
-@pytest.mark.parametrize("work", [KILL, FINAL_SAVE], ids=["idle", "save"])
-def test_script_survives_a_loss_after_its_last_step(short_path: Path, work: str) -> None:
-    (shown,) = scripts("docs/how-to/ddp.md")
-    (short_path / "train.py").write_text(end_with(shown, work))
-    argv = ["--nproc-per-node", "2", "--state-dir", str(short_path / "state"), "train.py"]
+@pytest.mark.parametrize(
+    ("page", "number", "work"),
+    [
+        pytest.param("ddp", 0, KILL, id="ddp"),
+        pytest.param("ddp", 0, FINAL_SAVE, id="save"),
+        pytest.param("fsdp2", 0, KILL, id="fsdp2"),
+        pytest.param("hsdp", 0, KILL, id="hsdp"),
+        pytest.param("tensor-pipeline-parallel", 0, KILL, id="tensor", marks=pytest.mark.nightly),
+        pytest.param("tensor-pipeline-parallel", 1, KILL, id="pipeline", marks=pytest.mark.nightly),
+    ],
+)
+def test_script_survives_a_loss_after_its_last_step(short_path: Path, page: str, number: int, work: str) -> None:
+    path = f"docs/how-to/{page}.md"
+    (short_path / "train.py").write_text(end_with(scripts(path)[number], work))
+    ranks = str(RANKS.get(path, 2))
+    argv = ["--nproc-per-node", ranks, "--state-dir", str(short_path / "state"), "train.py"]
     with launched(short_path, *argv, GLOO_SOCKET_IFNAME="lo") as launcher:
         assert launcher.wait() == 0, launcher.err
     assert "finished at step 8" in launcher.out
+    assert "generation 2" in launcher.err, "a rank was lost"
     if work is FINAL_SAVE:
         assert (short_path / "began").read_text() == "..", "the save was made again"
         assert (short_path / "model.pt").exists()
