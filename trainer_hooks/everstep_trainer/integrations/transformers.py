@@ -85,7 +85,8 @@ def attach(
             raise ValueError("set TrainingArguments(max_steps=...): the batches of an attached Trainer have no end")
         accumulated = trainer.args.gradient_accumulation_steps
         trainer.get_train_dataloader = lambda: _remaining_batches(run, loader, accumulated)
-        callback = _TransformersCallback(trainer, run, seed or 0, exact, extra_objects)
+        objects = {"log_history": _TrackedLogHistory(trainer)} | extra_objects
+        callback = _TransformersCallback(trainer, run, seed or 0, exact, objects)
     trainer.add_callback(callback)
     _leave_out_checkpoint(trainer, run)
     work_alone(run, trainer, _save_checkpoint="checkpoint", save_model="saving the model", push_to_hub="upload")
@@ -395,6 +396,19 @@ class LogHistory:
 
     def decode(self, text: str) -> list[dict[str, Any]]:
         return [json.loads(line) for line in text.splitlines()]
+
+
+class _TrackedLogHistory:
+    """A Trainer's ``log_history`` as a tracked object, where no `_Epochs` stores it."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer, self._history = trainer, LogHistory()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"history": self._history.encode(self._trainer.state.log_history)}
+
+    def load_state_dict(self, stored: dict[str, Any]) -> None:
+        self._trainer.state.log_history = self._history.decode(stored["history"])
 
 
 def _without_times(row: dict[str, Any]) -> dict[str, Any]:

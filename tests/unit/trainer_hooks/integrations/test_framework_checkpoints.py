@@ -47,8 +47,9 @@ class Numbers(Dataset[dict[str, torch.Tensor]]):
 
 
 def train_transformers(
-    folder: str, session: RecordedSession, generation: int = 1, checkpoint: str | None = None
+    folder: str, session: RecordedSession, generation: int = 1, checkpoint: str | None = None, *, by_step: bool = False
 ) -> dict[str, Any]:
+    """Train and return what happened; ``by_step``: with batches of ``run.loader``."""
     warnings.simplefilter("ignore")
     from transformers import PretrainedConfig, PreTrainedModel, Trainer, TrainingArguments
 
@@ -77,6 +78,7 @@ def train_transformers(
     arguments = TrainingArguments(
         folder,
         num_train_epochs=1,
+        max_steps=STEPS if by_step else -1,
         per_device_train_batch_size=BATCH,
         logging_steps=1,
         report_to=[],
@@ -85,7 +87,7 @@ def train_transformers(
         save_steps=3,
     )
     trainer = Trainer(Model(PretrainedConfig()), arguments, train_dataset=Numbers())
-    attach(trainer, run, seed=5)
+    attach(trainer, run, run.loader(Numbers(), global_batch=BATCH, seed=5) if by_step else None, seed=5)
     trainer.train(resume_from_checkpoint=checkpoint)
     lines.close()
     rows = [(row["step"], row["loss"]) for row in trainer.state.log_history if "loss" in row]
@@ -128,6 +130,20 @@ def test_transformers_continues_newer_state(transformers: dict[str, Any], case: 
     assert len(advice) == (case != "fresh")
     end = "is not read" if case == "regroup" else f"it continues after {after}"
     assert all(end in line for line in advice)
+
+
+def play_transformers_by_step(folder: str) -> list[dict[str, Any]]:
+    session = RecordedSession()
+    whole = train_transformers(folder, session, by_step=True)
+    return [whole, train_transformers(f"{folder}/again", RecordedSession(session.versions, 5), 2, by_step=True)]
+
+
+@pytest.mark.frameworks("transformers", "accelerate")
+def test_transformers_with_loader_keeps_log_rows(forks: ForkPool, tmp_path: Path) -> None:
+    whole, again = forks.start(play_transformers_by_step, str(tmp_path)).result()
+    assert again["seen"] == whole["seen"][5 * BATCH :]
+    assert len(whole["rows"]) == STEPS
+    assert again["rows"] == whole["rows"]
 
 
 def refuse_completions() -> list[str]:
