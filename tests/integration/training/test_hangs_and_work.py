@@ -68,6 +68,20 @@ def test_rank_that_works_alone_is_not_replaced(short_path: Path, work: str) -> N
     assert recoveries(launcher) == 0, launcher.err
 
 
+def test_program_that_a_rank_starts_runs_alone(short_path: Path) -> None:
+    """Rank 1 starts the same script as an evaluation would be started, and the others wait for it."""
+    child = "import subprocess, sys; subprocess.run([sys.executable, __file__], check=True)"
+    launcher = run_script(short_path, inside=f"if is_odd: {child}")
+    assert launcher.process.returncode == 0, launcher.err
+    assert recoveries(launcher) == 0, launcher.err
+    assert re.search(r"rank 1 of job \S+ started this program: it runs alone, as under plain python", launcher.err)
+    assert sorted(re.findall(r"done \d in generation \d", launcher.out)) == [
+        "done 0 in generation 0",
+        "done 0 in generation 1",
+        "done 1 in generation 1",
+    ]
+
+
 @pytest.mark.promise("working-rank-kept")
 def test_declared_section_outlasts_the_threshold(short_path: Path) -> None:
     inside = 'with run.alone("validation"): time.sleep(5 if is_odd else 0)'
