@@ -63,6 +63,8 @@ _COLLECTIVE_MODULES = (
     "everstep_trainer.slots.remote_slots",
 )
 """Modules whose calls in C++ wait for other ranks, in a collective or at the rendezvous store."""
+_FILE_MODULES = ("torch.distributed.checkpoint",)
+"""Modules among them whose calls wait for a file system."""
 
 
 class MainThreadState(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,7 +140,7 @@ class MainThreadObserver:
         work, uses_gpu = self._window.work(), self._progress.uses_gpu
         section = self._progress.current_section
         if operation := self._collective(frames, work):
-            transfers = work in (Work.COMPUTES, Work.STARVED, Work.TRANSFERS) and not uses_gpu
+            transfers = work is Work.TRANSFERS or (work in (Work.COMPUTES, Work.STARVED) and not uses_gpu)
             return MainThreadState(
                 activity=RankActivity.COLLECTIVE,
                 doing=f"waits in {operation}",
@@ -175,7 +177,8 @@ class MainThreadObserver:
         if innermost.f_code.co_name == "_engine_run_backward":
             return "backward"  # DistributedDataParallel waits for its all-reduces in C++
         module = innermost.f_globals.get("__name__", "")
-        return innermost.f_code.co_name if module.startswith(_COLLECTIVE_MODULES) else ""
+        is_collective = module.startswith(_COLLECTIVE_MODULES) and not module.startswith(_FILE_MODULES)
+        return innermost.f_code.co_name if is_collective else ""
 
     def _is_busy_loop(self, frames: list[FrameType], now: float) -> bool:
         """Return whether one loop without a call runs for long, and changes nothing, nor does another thread."""

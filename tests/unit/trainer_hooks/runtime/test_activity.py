@@ -184,9 +184,26 @@ def test_backward_that_waits_in_several_ranks_is_a_collective() -> None:
         frame_named("_engine_run_backward", lock)()
 
 
-def frame_named(name: str, lock: threading.Lock) -> Callable[[], object]:
-    """Return a function of that name that waits for the lock."""
-    space: dict[str, Any] = {"lock": lock}
+@pytest.mark.parametrize(
+    ("module", "activity"),
+    [
+        ("torch.distributed.distributed_c10d", RankActivity.COLLECTIVE),
+        ("torch.distributed.checkpoint.filesystem", RankActivity.STILL),  # flushes a file to a slow server
+    ],
+)
+def test_library_that_waits_for_ranks_is_in_a_collective(module: str, activity: RankActivity) -> None:
+    progress = StepProgress(window=3)
+    progress.enter(1, lambda: 0, world_size=2)
+    scene, lock = watched(activity, progress=progress), threading.Lock()
+    lock.acquire()
+    scene.on_release.append(lock.release)
+    with scene.watching():
+        frame_named("write_files", lock, module)()
+
+
+def frame_named(name: str, lock: threading.Lock, module: str = "script") -> Callable[[], object]:
+    """Return a function of that name and module that waits for the lock."""
+    space: dict[str, Any] = {"lock": lock, "__name__": module}
     exec(f"def {name}():\n    lock.acquire()", space)
     function: Callable[[], object] = space[name]
     return function
@@ -201,6 +218,18 @@ def test_awaited_operation_is_a_collective(monkeypatch: pytest.MonkeyPatch) -> N
     with scene.watching():
         lock.acquire()
     assert scene.state.waits_for_all
+
+
+def test_collective_that_transfers_beside_a_gpu_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collective on host tensors; one that a GPU computes reads and writes nothing."""
+    progress = StepProgress(window=3)
+    progress.enter(1, lambda: 0, world_size=2, uses_gpu=True)
+    monkeypatch.setattr(interrupt, "_awaited", 1)
+    monkeypatch.setattr(interrupt, "has_only_collectives_of_all", lambda: True)
+    scene = MainThreadWatch(progress, lambda state: state.activity is RankActivity.COLLECTIVE and state.transfers)
+    with scene.watching(), open(tmp_path / "file", "wb", buffering=0) as file:
+        while not scene.released.wait(0.1):
+            file.write(bytes(1 << 16))
 
 
 def test_script_stack_leaves_libraries_out() -> None:
