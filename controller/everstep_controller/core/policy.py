@@ -312,7 +312,7 @@ class StallPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Seconds in one call that uses a processor after which the rank is named: the call may never end."""
     returned_floor_s: float = 5.0
     """Seconds for which all other ranks wait in a collective that a rank which has returned never enters, before the
-    job ends."""
+    job ends. Where they wait in groups of some ranks or for messages, ``hang_floor_s`` holds."""
     hang_kills_per_place: int = 2
     """Number of times that hung ranks are replaced at one place of the script. A place that hangs again does so because
     of the script, and a person must decide."""

@@ -116,3 +116,11 @@ def test_return_inside_a_step_ends_the_job_by_name(short_path: Path) -> None:
     launcher = run_script(short_path, before="if is_odd: break")
     assert launcher.process.returncode == 1
     assert "rank 1 returned from the training function, and rank 0 waits for it in" in launcher.err
+
+
+@pytest.mark.promise("uneven-steps")
+def test_return_in_a_job_with_subgroups_ends_it_by_name(short_path: Path) -> None:
+    before = "if step == 1: everstep.group = dist.new_group()\n        if is_odd: break"
+    launcher = run_script(short_path, "--hang-threshold-s", "3", before=before)
+    assert launcher.process.returncode == 1
+    assert "rank 1 returned from the training function, and rank 0 waits in" in launcher.err

@@ -6,7 +6,8 @@ The ranks that stand at the smallest (step, collectives) are those for which the
 * They stand still, or run a loop in which nothing changes: they are replaced after the hang floor.
 * All ranks wait in collectives, so no single rank is at fault: they regroup after the hang floor. If they wait in
   different collectives, the script is named, and the job fails when that comes back at the same step.
-* Other ranks have returned, and the rest waits for them in a collective of all ranks: the job fails.
+* Other ranks have returned, and the rest waits for them in a collective of all ranks: the job fails. If the rest waits
+  in other groups or for messages, that is said after some seconds, and the job fails after the hang floor.
 
 A rank that waits in a collective is never replaced for waiting, and neither is one that says nothing: its agent reports
 it if its process is stopped or stands still.
@@ -24,7 +25,7 @@ from everstep.wire.v1.training import JobSpec
 from everstep_controller.core.policy import CorePolicy
 from everstep_controller.core.records import JobFailures
 from everstep_controller.core.state import StalledRank, StallNotice
-from everstep_controller.core.wording import format_duration, rank_ranges, ranks_named
+from everstep_controller.core.wording import format_duration, join_names, rank_ranges, ranks_named
 
 
 class Wait(msgspec.Struct, frozen=True):
@@ -312,26 +313,61 @@ def _by_operation(stalled: Mapping[Rank, StalledRank]) -> dict[str, list[Rank]]:
 
 
 def _others_returned(stall: JobStall) -> Decision:
-    """End the job if the remaining ranks wait in a collective that a returned rank never enters."""
+    """Name the ranks that wait after others have returned, and end the job if they can only wait for returned ranks.
+
+    A returned rank enters no collective any more. Collectives of all ranks are counted, which decides at once. Smaller
+    groups may go on without the returned ranks: they are stuck if all remaining ranks wait and none works for long.
+    """
     known = [count for count in stall.returned.values() if count is not None]
-    missing = min(known) if known else None
-    is_certain = missing is not None and all(stalled.waits_for_all for stalled in stall.stalled.values())
-    is_certain &= any(missing is not None and waiting.collectives > missing for waiting in stall.stalled.values())
+    are_of_all = all(stalled.waits_for_all for stalled in stall.stalled.values())
     transfers = any(stalled.transfers for stalled in stall.stalled.values())
-    if is_certain and not transfers:
-        due = max(stalled.activity_since for stalled in stall.stalled.values()) + stall.policy.stalls.returned_floor_s
-    else:
-        due = max(stall.limit_at(stalled) for stalled in stall.stalled.values())
+    is_missed = are_of_all and bool(known) and any(rank.collectives > min(known) for rank in stall.stalled.values())
+    is_certain = is_missed and not transfers
+    since = max(stalled.activity_since for stalled in stall.stalled.values())
+    due = max(stall.limit_at(stalled) for stalled in stall.stalled.values())
+    if is_certain:
+        due = since + stall.policy.stalls.returned_floor_s
+    elif not are_of_all and not transfers:
+        floor_s = max(stall.floor_s(stalled) for stalled in stall.stalled.values())
+        due = min(since + max(floor_s, stall.policy.stalls.returned_floor_s), due)
     if stall.now < due:
-        return Wait(due)
-    early = [rank for rank, count in stall.returned.items() if count == missing] or list(stall.returned)
-    one = next(iter(stall.stalled.values()))
+        notice_s = stall.policy.stalls.call_notice_s if transfers else stall.policy.stalls.notice_s
+        return _name_returned(stall, due, notice_s)
+    early = [rank for rank, count in stall.returned.items() if is_missed and count == min(known)]
+    early = early or list(stall.returned)
+    wait = "waits" if len(stall.stalled) == 1 else "wait"
+    wait += f" for {'it' if len(early) == 1 else 'them'}" if is_certain else ""
+    idle = "" if is_certain or transfers else ", and none works"
     return Fail(
-        f"{ranks_named(early)} returned from the training function, and {rank_ranges(stall.stalled)} "
-        f"{'waits' if len(stall.stalled) == 1 else 'wait'} for {'it' if len(early) == 1 else 'them'} in "
-        f"{one.operation or 'a collective'}{_where(one)} after step {one.step}. All ranks must run the same steps to "
-        "their end: let all of them decide alike before a step begins, for example on run.mean(loss)"
+        f"{ranks_named(early)} returned from the training function, and {rank_ranges(stall.stalled)} {wait} in "
+        f"{_where_all(stall.stalled)}{idle}. All ranks must run the same steps to their end: let all of them decide "
+        "alike before a step begins, for example on run.mean(loss)"
     )
+
+
+def _name_returned(stall: JobStall, due: float, notice_s: float) -> Wait:
+    """Do nothing until ``due``, and name the ranks that have returned and those that wait."""
+    since = max(stalled.since for stalled in stall.stalled.values())
+    if stall.now < since + notice_s:
+        return Wait(min(due, since + notice_s))
+    is_limit = due >= max(stall.limit_at(stalled) for stalled in stall.stalled.values())
+    left = f"{ranks_named(list(stall.returned))} {'has' if len(stall.returned) == 1 else 'have'} left"
+    waiting = f"{rank_ranges(stall.stalled)} still {'waits' if len(stall.stalled) == 1 else 'wait'}"
+    due_s = format_duration(due - max(stalled.activity_since for stalled in stall.stalled.values()))
+    text = (
+        f"{left} the training function; {waiting} in {_where_all(stall.stalled)} for {{time}}. The job ends after "
+        f"{due_s} of that ({'--work-limit-s' if is_limit else '--hang-threshold-s'})"
+    )
+    return Wait(due, (StallNotice(key="returned", since=since, text=text, ranks=tuple(stall.stalled)[:1]),))
+
+
+def _where_all(stalled: Mapping[Rank, StalledRank]) -> str:
+    """Return in which collectives the ranks wait, such as ``all_reduce at train.py:17 after step 5``."""
+    ranks = stalled.values()
+    places = list(dict.fromkeys(_where(waiting) for waiting in ranks))
+    shared = places[0] if len(places) == 1 else ""
+    operations = dict.fromkeys(f"{one.operation or 'a collective'}{'' if shared else _where(one)}" for one in ranks)
+    return f"{join_names(list(operations), 4)}{shared} after step {min(waiting.step for waiting in ranks)}"
 
 
 def _still_after_return(stall: JobStall, hung: Mapping[Rank, StalledRank]) -> Decision:

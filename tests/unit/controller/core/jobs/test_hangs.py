@@ -115,6 +115,23 @@ def test_return_inside_a_step_fails_the_job() -> None:
     assert "rank 1 returned from the training function, and ranks 0, 2 wait for it" in fleet.job().status.sentence
 
 
+@pytest.mark.promise("uneven-steps")
+def test_return_beside_subgroups_is_named_and_fails_later() -> None:
+    """Collectives of smaller groups do not tell for which rank the others wait, until all have waited for long."""
+    fleet = CoreFleet()
+    fleet.start(3)
+    fleet.finish(1, started_step=6, collectives=9)
+    for rank in (0, 2):
+        fleet.stall(rank, started_step=6, **COLLECTIVE | {"waits_for_all": False})
+    sentence = "rank 1 has left the training function; ranks 0, 2 still wait in all_reduce after step 5"
+    assert stalled_events(fleet.advance(6.0, *NODES[:3]))[0].startswith(f"{sentence} for 5 s.")
+    assert job_summary(fleet.state, fleet.job()).stall.startswith(f"{sentence}.")
+    assert fleet.job_state() is JobState.RUNNING
+    fleet.advance(55.0, *NODES[:3])
+    assert fleet.job_state() is JobState.FAILED
+    assert "rank 1 returned from the training function, and ranks 0, 2 wait" in fleet.job().status.sentence
+
+
 def test_different_collectives_fail_the_job_at_the_second_time() -> None:
     fleet = _waiting_for(COLLECTIVE | {"operation": "barrier", "place": "train.py:12"})
     fleet.advance(61.0, *NODES[:3])

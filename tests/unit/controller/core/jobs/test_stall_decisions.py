@@ -258,6 +258,8 @@ def test_rank_behind_in_collective_is_replaced_second_time() -> None:
 
 
 REST = {0: waiting(), 2: waiting(), 3: waiting()}
+IN_SUBGROUPS = {0: waiting(), 2: waiting(waits_for_all=False), 3: waiting(12, "recv", waits_for_all=False)}
+"""Rank 1 has returned, and the others wait in collectives of some ranks, or for a message."""
 
 
 @pytest.mark.promise("uneven-steps")
@@ -276,10 +278,12 @@ def test_collective_without_a_returned_rank_fails_the_job() -> None:
     [
         (REST, {1: 10}),
         (REST, {1: None}),
-        ({number: msgspec.structs.replace(rank, waits_for_all=False) for number, rank in REST.items()}, {1: 9}),
         (REST | {2: waiting(transfers=True)}, {1: 9}),
         (REST | {2: working()}, {1: 9}),
         (REST | {2: still()}, {1: 9}),
+        (IN_SUBGROUPS | {2: waiting(transfers=True)}, {1: 9}),
+        (IN_SUBGROUPS | {2: working()}, {1: 9}),
+        (IN_SUBGROUPS | {2: still()}, {1: 9}),
         ({0: still()}, {1: 9, 2: 9, 3: 9}),
         ({0: working()}, {1: 9, 2: 9, 3: 9}),
     ],
@@ -290,3 +294,59 @@ def test_wait_after_a_return_that_may_end_is_left_alone(
     for after_s in (6.0, 600.0, 1799.0):
         assert isinstance(judge(ranks, after_s, returned=returned), Wait)
     assert isinstance(judge(ranks, 1800.0, returned=returned), Fail)
+
+
+@pytest.mark.promise("uneven-steps")
+def test_ranks_that_wait_after_a_return_are_named() -> None:
+    assert judge(IN_SUBGROUPS, 4.9, returned={1: 9}) == Wait(START + 5.0)
+    assert notices(judge(IN_SUBGROUPS, 5.0, returned={1: 9}), 5.0) == [
+        "rank 1 has left the training function; ranks 0, 2-3 still wait in all_reduce, recv at train.py:17 after step "
+        "5 for 5 s. The job ends after 60 s of that (--hang-threshold-s)"
+    ]
+    (sentence,) = notices(judge(REST, 5.0, returned={1: 10, 4: 10}), 5.0)
+    assert sentence.startswith("ranks 1 and 4 have left the training function; ranks 0, 2-3 still wait in all_reduce")
+    assert "after 30 min of that (--work-limit-s)" in sentence
+
+
+def test_moving_data_after_a_return_is_named_after_a_minute() -> None:
+    """Ranks of one group gather what one of them saves, while the ranks of another group have returned."""
+    ranks = IN_SUBGROUPS | {2: waiting(transfers=True)}
+    assert judge(ranks, 59.0, returned={1: 9}) == Wait(START + 60.0)
+    (sentence,) = notices(judge(ranks, 60.0, returned={1: 9}), 60.0)
+    assert "ranks 0, 2-3 still wait" in sentence
+
+
+@pytest.mark.promise("uneven-steps")
+def test_ranks_that_all_wait_after_a_return_fail_the_job() -> None:
+    assert isinstance(judge(IN_SUBGROUPS, 59.9, returned={1: 9}), Wait)
+    decision = judge(IN_SUBGROUPS, 60.0, returned={1: 9})
+    assert isinstance(decision, Fail)
+    assert decision.sentence.startswith(
+        "rank 1 returned from the training function, and ranks 0, 2-3 wait in all_reduce, recv at train.py:17 after "
+        "step 5, and none works. All ranks must run the same steps"
+    )
+
+
+@pytest.mark.parametrize(
+    ("spec", "failures", "due_s"),
+    [
+        ({"hang_threshold_s": 20.0}, JobFailures(), 20.0),
+        ({"hang_threshold_s": 1.0}, JobFailures(), 5.0),
+        ({"work_limit_s": 30.0}, JobFailures(), 30.0),
+        ({}, JobFailures(longest_pause_s=100.0), 200.0),
+    ],
+)
+def test_wait_after_a_return_follows_threshold_and_limit(
+    spec: dict[str, Any], failures: JobFailures, due_s: float
+) -> None:
+    assert isinstance(judge(IN_SUBGROUPS, due_s - 0.1, returned={1: 9}, failures=failures, **spec), Wait)
+    assert isinstance(judge(IN_SUBGROUPS, due_s, returned={1: 9}, failures=failures, **spec), Fail)
+
+
+def test_ranks_that_go_on_after_a_return_are_left_alone() -> None:
+    """Ranks that wait for each other and finish: a collective ends, and the next one begins another wait."""
+    next_wait = IN_SUBGROUPS | {3: waiting(13, waits_for_all=False, since=START + 50.0, activity_since=START + 51.0)}
+    assert isinstance(judge(next_wait, 110.0, returned={1: 9}), Wait)
+    assert isinstance(judge(next_wait, 111.0, returned={1: 9}), Fail)
+    one_moves = {0: waiting(waits_for_all=False), 2: waiting(waits_for_all=False)}
+    assert judge(one_moves, 10_000.0, returned={1: 9}, moving={3: 5}) == Wait()
