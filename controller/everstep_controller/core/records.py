@@ -565,7 +565,7 @@ class JobFailures(msgspec.Struct, kw_only=True):
     user_errors: dict[str, NodeId] = {}
     """First node on which each error of the training function occurred, by error text."""
     rank_loss_times: dict[NodeId, list[float]] = {}
-    """Rank losses per node inside ``regroups.failure_window_s``."""
+    """Rank losses per node inside ``regroups.failure_window_s``; ranks that were killed for a hang are none."""
     digest_tie_times: list[float] = []
     """Undecided differences between nodes within a tie's memory (``sdc.digest_mismatch``: a week)."""
     kept_culprit_times: list[float] = []
@@ -576,7 +576,7 @@ class JobFailures(msgspec.Struct, kw_only=True):
     searched_steps: dict[int, GenerationNumber] = {}
     """As ``recomputed_steps``, for steps from which on ranks look for the first one whose results stand out."""
     hang_kills: dict[str, int] = {}
-    """Number of hung ranks that were replaced, by the place at which they hung."""
+    """Number of hung ranks that were replaced, by the place at which they hung, or by rank where it is unknown."""
     longest_pause_s: float = 0.0
     """Longest time for which a rank stood still and went on by itself."""
     hung_collective_step: int | None = None

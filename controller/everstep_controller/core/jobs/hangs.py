@@ -8,7 +8,15 @@ from everstep.wire.v1.training import GenerationSpec, Member, RankStalled, RankU
 from everstep_controller.core.jobs import ending, losses
 from everstep_controller.core.jobs.generations import RegroupCause, note_beyond_boundary
 from everstep_controller.core.jobs.notifications import send_kill
-from everstep_controller.core.jobs.stall_decisions import Fail, JobStall, RegroupAll, Replace, Wait, decide
+from everstep_controller.core.jobs.stall_decisions import (
+    Fail,
+    JobStall,
+    RegroupAll,
+    Replace,
+    Wait,
+    decide,
+    hang_key,
+)
 from everstep_controller.core.records import JobRecord
 from everstep_controller.core.state import StalledRank, StallNotice
 from everstep_controller.core.transition import Transition
@@ -43,7 +51,9 @@ def handle_rank_unresponsive(transition: Transition, job: JobRecord, node: str, 
     how = report.doing or report.process_state
     sentence = f"{words} ({how})" if how else words
     if report.generation == spec.number and member.rank == report.rank:
-        _replace_hung(transition, job, spec, member, sentence, transition.trace)
+        # Something outside of the script stops processes, so they count as losses of the node, which bounds them.
+        cause = _kill_hung(transition, job, spec, member, sentence)
+        losses.replace_rank(transition, job, node, cause)
     elif report.generation < spec.number and member.rank not in transition.read_entered_ranks(job.job):
         transition.log_event("rank.hung", f"{sentence}; killed", node=node, job=job.job, generation=report.generation)
         send_kill(transition, job, member, report.generation, sentence, transition.trace)
@@ -75,21 +85,16 @@ def _note_silent_rank(transition: Transition, job: JobRecord, report: RankUnresp
     _schedule_check(transition, job, running)
 
 
-def _replace_hung(
-    transition: Transition,
-    job: JobRecord,
-    spec: GenerationSpec,
-    member: Member,
-    sentence: str,
-    trace: str,
-    stacks: str = "",
-) -> None:
-    sentence = f"{sentence}; it is killed and replaced"
+def _kill_hung(
+    transition: Transition, job: JobRecord, spec: GenerationSpec, member: Member, sentence: str, stacks: str = ""
+) -> RegroupCause:
+    """Kill a hung rank, and return why its job regroups."""
+    sentence, trace = f"{sentence}; it is killed and replaced", transition.trace
     node, data = member.node, {"rank": str(member.rank)} | ({"stacks": stacks} if stacks else {})
     transition.log_event("rank.hung", sentence, node=node, job=job.job, generation=spec.number, trace=trace, data=data)
     send_kill(transition, job, member, spec.number, sentence, trace)
     transition.state.job_runtime[job.job].regroup.record_replaced_rank(node, member.local_rank, transition.now)
-    losses.replace_rank(transition, job, node, RegroupCause(GenerationReason.RANK_HUNG, sentence, trace))
+    return RegroupCause(GenerationReason.RANK_HUNG, sentence, trace)
 
 
 def handle_rank_stalled(transition: Transition, job: JobRecord, node: str, report: RankStalled) -> None:
@@ -202,11 +207,10 @@ def _carry_out(transition: Transition, job: JobRecord, spec: GenerationSpec, sta
         _log_stacks(transition, job, spec, decision.sentence)
         ending.fail_job(transition, job, decision.sentence)
     elif isinstance(decision, Replace):
-        stalled = stall.stalled[decision.rank]
-        if stalled.place:
-            _count_hang(job, stalled.place)
-        member, trace = spec.roster[decision.rank], transition.trace
-        _replace_hung(transition, job, spec, member, decision.sentence, trace, stalled.stacks)
+        rank, stalled = decision.rank, stall.stalled[decision.rank]
+        _count_hang(transition, job, hang_key(rank, stalled))
+        cause = _kill_hung(transition, job, spec, spec.roster[rank], decision.sentence, stalled.stacks)
+        losses.regroup_with_seen(transition, job, cause)  # no loss of the node: its hangs are counted by place
     else:
         _regroup_all(transition, job, spec, decision)
     return True
@@ -221,11 +225,12 @@ def _regroup_all(transition: Transition, job: JobRecord, spec: GenerationSpec, d
     losses.regroup_unattributed(transition, job, cause)
 
 
-def _count_hang(job: JobRecord, place: str) -> None:
+def _count_hang(transition: Transition, job: JobRecord, place: str) -> None:
     kills = job.failures.hang_kills
     kills[place] = kills.get(place, 0) + 1
     if len(kills) > MAX_HANG_PLACES:
         del kills[next(iter(kills))]
+    transition.mark_job_changed(job.job)
 
 
 def _say(transition: Transition, job: JobRecord, spec: GenerationSpec, notice: StallNotice) -> None:

@@ -96,23 +96,34 @@ class JobStall(msgspec.Struct, frozen=True, kw_only=True):
         works = stalled.activity is RankActivity.WORKING and not self.is_waiting(stalled)
         return works and self.now < self.limit_at(stalled)
 
-    def floor_s(self, stalled: StalledRank) -> float:
+    def floor_s(self, rank: Rank) -> float:
         """Return the seconds of standing still from which a rank counts as hung."""
+        stalled = self.stalled[rank]
         if self.spec.hang_threshold_s is not None:
             # A rank's own threshold is longer in its first steps; an agent that reports a silent rank knows none.
             return max(stalled.threshold_s, self.spec.hang_threshold_s)
         floor = max(stalled.threshold_s, self.policy.stalls.hang_floor_s, 2 * self.failures.longest_pause_s)
-        return float(floor * 2 ** self.failures.hang_kills.get(stalled.place, 0))
+        return float(floor * 2 ** self.hang_kills(rank))
 
-    def hung_at(self, stalled: StalledRank) -> float:
+    def hung_at(self, rank: Rank) -> float:
         """Return when a rank that is in no collective counts as hung."""
+        stalled = self.stalled[rank]
         if stalled.activity is RankActivity.WORKING:
             return self.limit_at(stalled)
-        return min(stalled.activity_since + self.floor_s(stalled), self.limit_at(stalled))
+        return min(stalled.activity_since + self.floor_s(rank), self.limit_at(stalled))
 
-    def is_exhausted(self, place: str) -> bool:
-        """Return whether so many hung ranks were replaced at a place that another one needs a person's decision."""
-        return bool(place) and self.failures.hang_kills.get(place, 0) >= self.policy.stalls.hang_kills_per_place
+    def hang_kills(self, rank: Rank) -> int:
+        """Return how many hung ranks were replaced at the rank's place."""
+        return self.failures.hang_kills.get(hang_key(rank, self.stalled[rank]), 0)
+
+    def is_exhausted(self, rank: Rank) -> bool:
+        """Return whether so many hung ranks were replaced at its place that another one needs a person's decision."""
+        return self.hang_kills(rank) >= self.policy.stalls.hang_kills_per_place
+
+
+def hang_key(rank: Rank, stalled: StalledRank) -> str:
+    """Return by what the rank's hangs are counted: the place in the script, or the rank if it holds Python's lock."""
+    return stalled.place or f"rank {rank}"
 
 
 def decide(stall: JobStall) -> Decision:
@@ -145,7 +156,7 @@ def _beside_moving_ranks(stall: JobStall) -> Decision:
         return Wait()
     if any(stall.steps.get(other, -1) <= stalled.step for other in stall.moving):
         return Wait()
-    if stall.now < (due := stall.hung_at(stalled)):
+    if stall.now < (due := stall.hung_at(rank)):
         return Wait(due)
     return _replace(stall, rank, f"{_describe(rank, stalled, stall.now)}, and all other ranks go on")
 
@@ -203,27 +214,27 @@ def _name_call(stall: JobStall, rank: Rank, stalled: StalledRank) -> StallNotice
 
 def _some_block_others(stall: JobStall, hung: Mapping[Rank, StalledRank]) -> Decision:
     """Replace the rank for which others wait in collectives, once it has stood still for long enough."""
-    due = max(stall.hung_at(stalled) for stalled in hung.values())
+    due = max(map(stall.hung_at, hung))
     waiting = [rank for rank in stall.stalled if rank not in hung]
     wait = f"{rank_ranges(waiting)} {'waits' if len(waiting) == 1 else 'wait'}"
-    exhausted = [rank for rank, stalled in hung.items() if stall.is_exhausted(stalled.place)]
+    exhausted = [rank for rank in hung if stall.is_exhausted(rank)]
     if stall.now >= due and not exhausted:
         blocked = f"{_describe_all(hung, stall.now)}; {wait}"
         if len(hung) == 1:
             return Replace(next(iter(hung)), blocked)
         return RegroupAll(f"{blocked}. All ranks abort their collectives and regroup")
     since = max(stalled.since for stalled in hung.values())
-    floor = format_duration(max(stall.floor_s(stalled) for stalled in hung.values()))
+    floor = format_duration(max(map(stall.floor_s, hung)))
     remedy = f"After {floor} of that it is replaced (--hang-threshold-s)"
     key = f"still {sorted(hung)}"
     if exhausted:
-        place = hung[exhausted[0]].place
-        times = stall.failures.hang_kills[place]
+        first = exhausted[0]
+        replaced = "A rank was replaced there" if hung[first].place else f"Rank {first} was replaced for that"
         remedy = (
-            f"A rank was replaced there {times} times, so the script hangs by itself and is left alone: look at its "
+            f"{replaced} {stall.hang_kills(first)} times, so the script hangs by itself and is left alone: look at its "
             "stacks, then stop the job"
         )
-        key = f"exhausted {place}"
+        key = f"exhausted {hang_key(first, hung[first])}"
     notice_at = since + stall.policy.stalls.notice_s
     if stall.now < notice_at:
         return Wait(min(due, notice_at) if not exhausted else notice_at)
@@ -237,8 +248,7 @@ def _none_waits(stall: JobStall, hung: Mapping[Rank, StalledRank]) -> Decision:
     is_certain = stall.spec.hang_threshold_s is not None or any(
         stalled.activity is RankActivity.BUSY_LOOP for stalled in hung.values()
     )
-    at = stall.hung_at if is_certain else stall.limit_at
-    due = max(at(stalled) for stalled in hung.values())
+    due = max(stall.hung_at(rank) if is_certain else stall.limit_at(stalled) for rank, stalled in hung.items())
     if stall.now >= due:
         sentence = _describe_all(hung, stall.now)
         if len(hung) == 1:
@@ -254,7 +264,7 @@ def _none_waits(stall: JobStall, hung: Mapping[Rank, StalledRank]) -> Decision:
 
 
 def _replace(stall: JobStall, rank: Rank, sentence: str) -> Decision:
-    return Wait() if stall.is_exhausted(stall.stalled[rank].place) else Replace(rank, sentence)
+    return Wait() if stall.is_exhausted(rank) else Replace(rank, sentence)
 
 
 # ---- all ranks wait in collectives
@@ -265,7 +275,7 @@ def _all_in_collectives(stall: JobStall) -> Decision:
     if any(stalled.transfers for stalled in stall.stalled.values()):
         due = max(stall.limit_at(stalled) for stalled in stall.stalled.values())
     else:
-        due = max(stalled.activity_since + stall.floor_s(stalled) for stalled in stall.stalled.values())
+        due = max(stalled.activity_since + stall.floor_s(rank) for rank, stalled in stall.stalled.items())
     since = max(stalled.since for stalled in stall.stalled.values())
     places = _by_operation(stall.stalled)
     where = "; ".join(f"{rank_ranges(ranks)} in {what}" for what, ranks in list(places.items())[:4])
@@ -285,7 +295,7 @@ def _all_in_collectives(stall: JobStall) -> Decision:
             f"the ranks wait in different collectives after step {step}, for the second time: {where}. All ranks must "
             "call the same collectives in the same order"
         )
-    if again and len(behind) == 1 < len(stall.stalled) and not stall.is_exhausted(stall.stalled[behind[0]].place):
+    if again and len(behind) == 1 < len(stall.stalled) and not stall.is_exhausted(behind[0]):
         return Replace(behind[0], f"{sentence}. Rank {behind[0]} is behind all others")
     different = " They wait in different collectives, which the script must not do." if _differ(stall.stalled) else ""
     return RegroupAll(f"{sentence}.{different} All ranks abort their collectives and regroup", step)
@@ -328,7 +338,7 @@ def _others_returned(stall: JobStall) -> Decision:
     if is_certain:
         due = since + stall.policy.stalls.returned_floor_s
     elif not are_of_all and not transfers:
-        floor_s = max(stall.floor_s(stalled) for stalled in stall.stalled.values())
+        floor_s = max(map(stall.floor_s, stall.stalled))
         due = min(since + max(floor_s, stall.policy.stalls.returned_floor_s), due)
     if stall.now < due:
         notice_s = stall.policy.stalls.call_notice_s if transfers else stall.policy.stalls.notice_s

@@ -59,6 +59,22 @@ def test_rank_that_stands_still_is_replaced() -> None:
     assert fleet.job().failures.hang_kills == {"train.py:16": 1}
 
 
+def test_rank_without_a_place_is_replaced_twice() -> None:
+    """A call that never ends holds Python's lock, so no line is known."""
+    fleet = CoreFleet()
+    fleet.start(3)
+    kills = 0
+    for _ in range(4):
+        for rank, state in {0: COLLECTIVE, 1: STILL | {"place": ""}, 2: COLLECTIVE}.items():
+            fleet.stall(rank, **state)
+        if not sent(fleet.advance(400.0, *NODES[:3]), KillRank):
+            break
+        kills += 1
+        fleet.resume(step=5)
+    assert kills == 2
+    assert fleet.job().failures.hang_kills == {"rank 1": 2}
+
+
 def test_replaced_rank_is_logged_with_its_stacks() -> None:
     fleet = _waiting_for(STILL)
     effects = fleet.advance(61.0, *NODES[:3])
@@ -227,6 +243,29 @@ def test_flapping_node_without_spare_fails_the_job() -> None:
     effects = fleet.lose_rank(0)
     assert fleet.job_state() is JobState.FAILED
     assert sent(effects, StopJob)["n1"].ok is False
+
+
+def test_hung_ranks_exclude_no_node() -> None:
+    """The controller itself ordered their end, and bounds it at each place of the script."""
+    fleet = CoreFleet(CorePolicy().with_values(regroups={"rank_flap_count": 3}))
+    fleet.start(3)
+    for line in range(4):
+        for rank, state in {0: COLLECTIVE, 1: STILL | {"place": f"train.py:{line}"}, 2: COLLECTIVE}.items():
+            fleet.stall(rank, **state)
+        assert sent(fleet.advance(61.0, *NODES[:3]), KillRank)
+        fleet.resume(step=5)
+    assert fleet.job().membership.excluded_nodes == {}
+    assert fleet.seats() == [*NODES[:3]]
+
+
+def test_stopped_ranks_count_as_losses_of_their_node() -> None:
+    """A program on the node stops them; nothing else bounds how often they are replaced."""
+    fleet = _flapping()
+    fleet.start(2, 1)
+    for _ in range(3):
+        fleet.unresponsive(0)
+        fleet.resume(step=5)
+    assert list(fleet.job().membership.excluded_nodes) == ["n1"]
 
 
 def test_launcher_restart_clears_exclusion() -> None:

@@ -167,6 +167,17 @@ def test_third_hang_at_one_place_is_left_to_a_person() -> None:
     assert isinstance(judge(BLOCKED | {2: still(place="other.py:1")}, 60.0, failures=failures), Replace)
 
 
+def test_hangs_without_a_place_are_counted_by_rank() -> None:
+    """A rank that holds Python's lock names no line."""
+    ranks = BLOCKED | {2: still(place="")}
+    once, twice = JobFailures(hang_kills={"rank 2": 1}), JobFailures(hang_kills={"rank 2": 2})
+    assert isinstance(judge(ranks, 119.9, failures=once), Wait)
+    assert isinstance(judge(ranks, 120.0, failures=once), Replace)
+    (sentence,) = notices(judge(ranks, 10_000.0, failures=twice), 10_000.0)
+    assert "Rank 2 was replaced for that 2 times" in sentence
+    assert isinstance(judge({0: still(place=""), 1: waiting()}, 60.0, failures=twice), Replace)
+
+
 def test_busy_loop_is_hung_after_the_floor() -> None:
     ranks = BLOCKED | {2: still(activity=RankActivity.BUSY_LOOP)}
     assert isinstance(judge(ranks, 59.0), Wait)
