@@ -603,6 +603,8 @@ class JobAuditNotes(msgspec.Struct, kw_only=True):
     ``MAX_KIND_PAIRS``."""
     voting_off_reason: str = ""
     """Why digests of replicas are not compared for the rest of the job, as a sentence; empty while they are."""
+    compared_nodes: list[NodeId] = []
+    """Nodes whose ranks are to name the parameters that differ between them; empty if none are, or they have."""
 
 
 MAX_RECOMPUTED_STEPS = 64

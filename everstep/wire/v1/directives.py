@@ -77,6 +77,8 @@ class VersionNotice(Message, frozen=True, kw_only=True, tag=True):
             rank that receives it in time keeps the version and says so in ``VersionSealed.commit_candidate``. A version
             that all of them keep is committed.
         pinned: Further versions to keep if there is a slot for them: they are still being read.
+        compared_ranks: Ranks that compare their parameters with each other at the candidate, since their digests
+            differ; the lowest one names those that differ in ``VersionSealed.differing_parameters``.
     """
 
     job: JobId
@@ -84,6 +86,7 @@ class VersionNotice(Message, frozen=True, kw_only=True, tag=True):
     committed: Version | None
     candidate: int | None
     pinned: tuple[Version, ...] = ()
+    compared_ranks: tuple[Rank, ...] = ()
 
 
 class SpillVersion(Message, frozen=True, kw_only=True, tag=True):

@@ -401,6 +401,8 @@ class VersionSealed(Report, frozen=True, kw_only=True, tag=True):
         partial_copies: Nodes that each store again a part of the share that is not copied to ``full_copies``.
         kind: The reporter's processor, driver and libraries, with ``digests``; empty if unknown. Digests of ranks of
             different kinds may differ without a fault.
+        differing_parameters: Names of parameters that differ between ranks, and how many more do; empty if they were
+            not compared (``VersionNotice.compared_ranks``), or are equal.
     """
 
     generation: GenerationNumber
@@ -413,6 +415,7 @@ class VersionSealed(Report, frozen=True, kw_only=True, tag=True):
     digests: dict[ShortText, ShortText] = {}
     partial_copies: tuple[NodeId, ...] = ()
     kind: Annotated[str, msgspec.Meta(max_length=256)] = ""
+    differing_parameters: ShortText = ""
 
 
 class AuditStatement(Report, frozen=True, kw_only=True, tag=True):

@@ -421,7 +421,7 @@ class GenerationSession(TrainingSession):
         """Update, on the signal thread, which version is committed and which may be next."""
         snapshotter = self._snapshotter  # ``close`` resets it
         if snapshotter is not None and notice.generation == self._spec.number:
-            snapshotter.update_versions(notice.committed, notice.candidate, notice.pinned)
+            snapshotter.update_versions(notice.committed, notice.candidate, notice.pinned, notice.compared_ranks)
 
     def close(self, rescue_wait_s: float | None = None) -> None:
         """End this generation's snapshots; complete one that has begun. ``rescue_wait_s``: see `Snapshotter.close`. All

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 from everstep.layout.manifests import BLOB_LENGTH_BYTES, Box, Manifest
 from everstep.layout.slots import CHUNK_BYTES, chunk_count
 from everstep.native import MIN_BYTES, CopyHash, copy_hash
-from everstep_trainer.digests.digest import WeightedDigest, combined_digest
+from everstep_trainer.digests.digest import WeightedDigest, combined_digest, tensor_digest, to_hex
 from everstep_trainer.digests.piece_digests import separate_digests
 from everstep_trainer.slots.byte_moves import CopyTable, is_byte_copyable
 from everstep_trainer.slots.shares import RankShare
@@ -227,6 +227,14 @@ class WriteCounts:
         return sorted({name for name, is_, was in zip(self._names, now, counts, strict=True) if is_ != was})
 
 
+class ParameterKey(NamedTuple):
+    """The part of a parameter that the ranks of one replica group hold alike."""
+
+    name: str
+    box: Box
+    group: str
+
+
 class SnapshotSources:
     """The sources of a share's bytes: views of live tensors, and staged copies of those that forward passes change.
 
@@ -321,6 +329,13 @@ class SnapshotSources:
     def digest(self, share: RankShare) -> torch.Tensor:
         """Return the digest of the share's pieces as they are now."""
         return combined_digest(self._views_of(share))
+
+    def parameter_digests(self, share: RankShare) -> dict[ParameterKey, str]:
+        """Return a digest of each parameter of the share's groups, as they are now. Waits for GPUs."""
+        parts = [(group, self._tensors[index]) for group, of in share.digest_groups.items() for index in of]
+        with torch.no_grad():
+            found = {ParameterKey(part.name, part.box, group): tensor_digest(part.local) for group, part in parts}
+        return {key: to_hex(digest) for key, digest in found.items()}
 
     def _views_of(self, share: RankShare) -> list[torch.Tensor]:
         if share is self.share and self._views is not None:

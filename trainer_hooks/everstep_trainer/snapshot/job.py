@@ -13,7 +13,7 @@ import torch
 
 from everstep.ids import Version
 from everstep_trainer.digests.digest import to_unsigned
-from everstep_trainer.slots.copy import CopyResult, SlotTargets, SnapshotSources
+from everstep_trainer.slots.copy import CopyResult, ParameterKey, SlotTargets, SnapshotSources
 from everstep_trainer.slots.shares import RankShare
 from everstep_trainer.snapshot.planner import ActivePlan, TensorScan
 from everstep_trainer.state.python_value_codec import Blob
@@ -86,6 +86,7 @@ class SnapshotJob:
         self.was_copied = False
         self.filled: FilledSlot | None = None
         self.moment_digests: dict[str, str] | None = None  # if they are to be compared with other ranks'
+        self.parameter_digests: dict[ParameterKey, str] | None = None  # the same
         # known from the second snapshot on; also covers a pipeline stage's state that the scan cannot recognise
         share = self.sources.share
         alone = self.scan.is_sharded or (share is not None and share.has_unshared_state)

@@ -19,6 +19,8 @@ from everstep_trainer.snapshot.job import FilledSlot, SnapshotJob
 
 log = logging.getLogger(__name__)
 
+MAX_NAMES_CHARS = 4096
+"""Longest text of a report."""
 REPLICATION_WAIT_S = 1.0
 """Longest wait of a copy for the replication of the version before, so that nodes hold versions one step apart."""
 
@@ -53,7 +55,9 @@ class SealReporter:
         if late:
             self._log_replication_state(f"no answer within {REPLICATION_WAIT_S:.0f} s")
 
-    def replicate_and_report(self, job: SnapshotJob, filled: FilledSlot, keep_versions: Iterable[Version]) -> None:
+    def replicate_and_report(
+        self, job: SnapshotJob, filled: FilledSlot, keep_versions: Iterable[Version], differing_parameters: str = ""
+    ) -> None:
         """Copy the sealed share to the nodes that need it, then report it. Copies of ``keep_versions`` stay there."""
         manifest, digests = filled.planned.manifest, filled.hex_digests()
         report = VersionSealed(
@@ -68,6 +72,7 @@ class SealReporter:
             digests=digests,
             partial_copies=filled.planned.share.partial_copies,
             kind=self._kind if digests else "",
+            differing_parameters=differing_parameters[:MAX_NAMES_CHARS],
         )
         to = self._spec.replica_nodes.get(self._member.node, ()) if manifest.exclusive_bytes else ()
         if not to:  # the slot's header tells the vault all that it needs

@@ -36,6 +36,7 @@ from everstep_trainer.sdc.copy_audit import CopyAudit
 from everstep_trainer.slots.copy import SnapshotSources, write_blob
 from everstep_trainer.slots.layout_exchange import ROUND_CHECK_S, LayoutExchange, PythonStateComparison
 from everstep_trainer.slots.vault_client import VaultClient
+from everstep_trainer.snapshot.differing_parameters import ParameterComparison
 from everstep_trainer.snapshot.job import FilledSlot, MutationGuard, OneShotSignal, SnapshotJob, SnapshotPhase
 from everstep_trainer.snapshot.live_rescue import RESCUE_WAIT_S, LiveRescue, StoringLocks, is_stored, store_live
 from everstep_trainer.snapshot.moments import MomentComparison, moment_digests
@@ -113,6 +114,7 @@ class Snapshotter:
         self._moments = MomentComparison(
             store, member.rank, spec.world_size, clock, self._stop, is_over, self._log_fields
         )
+        self._parameters = ParameterComparison(store, member.rank, clock, self._stop, is_over, kind, self._log_fields)
         self._stopwatch = StepStopwatch(self._pace.record_step if self._pace.fixed_interval is None else None, clock)
         self._retry_at = self._warn_at = float("-inf")
         self._exchange = LayoutExchange(store, member.rank, spec.world_size, clock, self._stop)
@@ -190,7 +192,8 @@ class Snapshotter:
             self._live.record_writes()
             return
         # what a GPU copies later may change before it is compared with other ranks
-        hold = self._mutation_guard.must_block() or (sources.is_on_gpu and not self._moments.has_begun)
+        is_compared = not self._moments.has_begun or (self._retention.is_candidate(step) and self._parameters.is_due)
+        hold = self._mutation_guard.must_block() or (sources.is_on_gpu and is_compared)
         job = self._live = SnapshotJob(version, self._scan, sources, self._state.capture(), overlap, must_block=hold)
         small = self._plan_if_small(job)
         if small is None or small.other_shares is not None:
@@ -253,8 +256,15 @@ class Snapshotter:
             if self._clock.monotonic() > deadline and self._give_up(job):
                 break
 
-    def update_versions(self, committed: Version | None, candidate: int | None, pinned: Iterable[Version] = ()) -> None:
-        """Apply the controller's notice; see VersionRetention."""
+    def update_versions(
+        self,
+        committed: Version | None,
+        candidate: int | None,
+        pinned: Iterable[Version] = (),
+        compared_ranks: Iterable[int] = (),
+    ) -> None:
+        """Apply the controller's notice; see VersionRetention and ParameterComparison."""
+        self._parameters.request(compared_ranks)
         if self._retention.update(committed, candidate, pinned):
             self._exchange.handle_commit()
 
@@ -437,6 +447,8 @@ class Snapshotter:
             write_blob(payload, manifest, job.blob.data())
         if self._moments.is_due(planned.round_number) and (job.blocks_training or not sources.is_on_gpu):
             job.moment_digests = moment_digests(job.scan.tensors)
+        if job.is_candidate and self._parameters.is_due and (job.blocks_training or not sources.is_on_gpu):
+            job.parameter_digests = sources.parameter_digests(share)
         view.mark_copied(slot)
         slot_digests = planned.slot_digests(copied.chunks)
         job.filled = FilledSlot(planned, slot, copied.digests, slot_digests, self._clock.monotonic() - began)
@@ -462,7 +474,10 @@ class Snapshotter:
         needed: Iterable[Version] = ()
         if filled.planned.manifest.exclusive_bytes:
             needed = self._retention.needed_in_copies(view.headers(), self._pace.is_due)
-        self._reports.replicate_and_report(job, filled, needed)
+        differing = ""
+        if job.parameter_digests is not None:
+            differing = self._parameters.differing(job.version.step, job.parameter_digests)
+        self._reports.replicate_and_report(job, filled, needed, differing)
 
     def _store_late(self, job: SnapshotJob, planned: ActivePlan) -> None:
         """Store this rank's share of the last finished step, if no copy of it was made."""

@@ -27,6 +27,8 @@ AUDIT_CONVICTION_KEY = f"{FindingKind.AUDIT_MISMATCH}/work"
 """Key of the finding on a node that audits have convicted."""
 MIN_SCATTERED = 3
 """Fewest replicas that say, by all being different, that the program is the cause. Two differ by one fault."""
+MAX_COMPARED_RANKS = 16
+"""Most ranks that compare their parameters one by one, of which one reads what the others have."""
 UNKNOWN_CANDIDATE = -1
 """A candidate step that no version has."""
 SNAPSHOTS_BETWEEN_COMMITS = 2
@@ -381,10 +383,18 @@ def _send_notice(transition: Transition, job: JobRecord, live: JobRuntime, runni
         committed=live.commits.committed_version,
         candidate=live.commits.candidate_step,
         pinned=job.pinned_versions(),
+        compared_ranks=_compared_ranks(job, running),
     )
     for node in running.seats:
         if node in transition.state.liveness.reachable_nodes:
             transition.send(node, notice)
+
+
+def _compared_ranks(job: JobRecord, running: GenerationSpec) -> tuple[int, ...]:
+    """Return some ranks of each node whose parameters are to be compared; none if only one rank would."""
+    nodes = [node for node in job.audits.compared_nodes if node in running.seated_nodes][:MAX_COMPARED_RANKS]
+    ranks = [rank for node in nodes for rank in running.ranks_on(node)[: MAX_COMPARED_RANKS // len(nodes)]]
+    return tuple(sorted(ranks)) if len(ranks) > 1 else ()
 
 
 def _schedule_check(transition: Transition, job: JobRecord, live: JobRuntime, seconds: float) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
-from everstep.ids import GenerationNumber, Rank, Version
+from everstep.ids import GenerationNumber, NodeId, Rank, Version
 from everstep.vocabulary import Finding, FindingKind
 from everstep_controller.core.checkpoints.commits import AUDIT_CONVICTION_KEY
 from everstep_controller.core.health.eviction import withdraw_eviction
@@ -49,13 +49,36 @@ def switch_off(
 
 
 def switch_votes_off(
-    transition: Transition, job: JobRecord, version: Version | None, sentence: str, ranks: Collection[Rank] = ()
+    transition: Transition,
+    job: JobRecord,
+    version: Version | None,
+    sentence: str,
+    nodes: Sequence[NodeId],
+    ranks: Collection[Rank] = (),
 ) -> None:
-    """Compare digests of replicas no more in this job, which goes on. Its versions count as not verified."""
-    job.audits.voting_off_reason = sentence
+    """Compare digests of replicas no more in this job, which goes on. Its versions count as not verified.
+
+    Args:
+        transition: The event.
+        job: The job.
+        version: The version whose digests differ, if it is known.
+        sentence: Why, in words for the script's author.
+        nodes: Nodes that differ from each other; their ranks are to name the parameters that do.
+        ranks: The ranks on which the digests differ.
+    """
+    job.audits.voting_off_reason, job.audits.compared_nodes = sentence, list(nodes)
     transition.mark_job_changed(job.job)
     data = {"audit": "digests", "version": str(version or ""), "ranks": ", ".join(map(str, sorted(ranks)))}
     transition.log_event("audit.switched_off", sentence, job=job.job, generation=job.progress.last_number, data=data)
+
+
+def name_parameters(transition: Transition, job: JobRecord, version: Version, names: str) -> None:
+    """Add the parameters that differ to the reason why digests are not compared any more."""
+    words = f"these parameters differ between ranks at version {version}: {names}"
+    job.audits.voting_off_reason, job.audits.compared_nodes = f"{job.audits.voting_off_reason}; {words}", []
+    transition.mark_job_changed(job.job)
+    data = {"audit": "digests", "version": str(version)}
+    transition.log_event("audit.parameters_named", words, job=job.job, generation=version.generation, data=data)
 
 
 def _withdraw(transition: Transition, job: JobRecord, group: AuditGroup, node: str, reason: str) -> None:

@@ -32,7 +32,7 @@ from everstep_controller.core.jobs import ending
 from everstep_controller.core.jobs.generations import RegroupCause, note_beyond_boundary, regroup
 from everstep_controller.core.judgement import control_group
 from everstep_controller.core.judgement.audit_reports import note_incomparable_digests
-from everstep_controller.core.judgement.audit_switch import switch_off, switch_votes_off
+from everstep_controller.core.judgement.audit_switch import name_parameters, switch_off, switch_votes_off
 from everstep_controller.core.judgement.findings import judge_controller_findings, recheck_undecided
 from everstep_controller.core.judgement.verdicts import FindingReport, is_serving, settle
 from everstep_controller.core.policy import BlameIsolationMethod
@@ -56,6 +56,8 @@ def handle_sealed(transition: Transition, job: JobRecord, node: str, report: Ver
         transition.count_ignored("version_sealed.not_a_member")
         return
     transition.state.job_runtime[job.job].progress.record_step(report.version.step, transition.now)
+    if report.differing_parameters and job.audits.compared_nodes:
+        name_parameters(transition, job, report.version, report.differing_parameters)
     vote = record_seal(transition, job, spec, report)
     if vote is None:
         return
@@ -71,7 +73,9 @@ def _digests_differ(
     if vote.scattered_ranks or control_group.are_too_many(divergent_nodes, len(spec.seats)):
         ranks = vote.scattered_ranks or vote.divergent_ranks
         sentence = control_group.describe_scattered(str(report.version), ranks)
-        switch_votes_off(transition, job, report.version, sentence, ranks)
+        differing = list(dict.fromkeys(spec.node_of(rank) for rank in sorted(ranks)))
+        majority = [node for node in spec.seats if node not in differing]  # from which they all may differ alike
+        switch_votes_off(transition, job, report.version, sentence, [*majority[:1], *differing], ranks)
         return
     back = roll_back_to_clean(transition, job)
     tied = list(dict.fromkeys(spec.node_of(rank) for rank in sorted(vote.tied_ranks)))
@@ -249,7 +253,7 @@ def switch_votes_off_after_ties(
     count = _count_tie(transition, job)
     if count:
         sentence = control_group.describe_vote_ties(description, count)
-        switch_votes_off(transition, job, version, sentence)
+        switch_votes_off(transition, job, version, sentence, tied)
         _keep_suspected(transition, tied, sentence, FindingKind.DIGEST_MISMATCH)
 
 

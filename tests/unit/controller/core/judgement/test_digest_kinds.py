@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from everstep.vocabulary import FindingKind, NodeState, Severity
+from everstep.wire.v1.directives import VersionNotice
 from everstep_controller.core.needs import list_needs
-from tests.support.fleet.core_fleet import CoreFleet, decisions, logged_sentences
+from tests.support.fleet.core_fleet import CoreFleet, decisions, logged_sentences, sent
 
 A, B = "H100, driver 12080, torch 2.13.0", "H100, driver 12090, torch 2.13.0"
 TIES = 3
@@ -74,6 +75,28 @@ def test_replicas_that_all_differ_are_the_program(votes: str) -> None:
     assert not _seal(fleet, 8, votes, "A" * len(votes))
 
 
+def _commit(fleet: CoreFleet, step: int) -> tuple[int, ...]:
+    """Commit a version, and return the ranks that are then asked to compare their parameters."""
+    fleet.progress(step)
+    fleet.state.job_runtime["job"].commits.candidate_step = step
+    notices = sent(fleet.seal(step), VersionNotice)
+    ranks: tuple[int, ...] = notices["n1"].compared_ranks
+    return ranks
+
+
+def test_parameters_that_differ_are_named() -> None:
+    fleet = _fleet(3)
+    assert _commit(fleet, 2) == ()
+    _seal(fleet, 4, "xyz", "AAA")
+    assert _commit(fleet, 8) == (0, 1, 2)
+    for _ in range(2):
+        fleet.seal_one(12, 0, differing_parameters="model.head.weight and 12 more")
+    words = "these parameters differ between ranks at version 1:12: model.head.weight and 12 more"
+    assert logged_sentences(fleet.effects, "audit.parameters_named") == [words]
+    assert fleet.job().audits.voting_off_reason.endswith(f"; {words}")
+    assert _commit(fleet, 16) == ()
+
+
 def test_third_tie_keeps_both_nodes_suspected_and_shown() -> None:
     fleet = _fleet(2)
     for number in range(TIES):
@@ -81,6 +104,7 @@ def test_third_tie_keeps_both_nodes_suspected_and_shown() -> None:
         fleet.resume(step=4 + number)
     assert fleet.job().is_running
     assert fleet.job().audits.voting_off_reason
+    assert fleet.job().audits.compared_nodes == ["n1", "n2"]
     assert "evict" not in {decision for _, decision in decisions(fleet.effects)}
     key = f"{FindingKind.DIGEST_MISMATCH}/undecided"
     needs = [need for need in list_needs(fleet.state, fleet.now) if need.finding == key]
@@ -99,3 +123,11 @@ def test_slow_ties_add_up() -> None:
         fleet.resume(step=4 + number)
         fleet.advance(2 * fleet.policy.regroups.failure_window_s, *fleet.state.nodes)
     assert fleet.job().audits.voting_off_reason
+
+
+def test_half_of_the_nodes_are_compared_with_the_majority() -> None:
+    """Nodes that differ from the majority may hold the same parameters."""
+    fleet = _fleet(4, nproc_per_node=2)
+    _seal(fleet, 4, "aaaaabbb", "A" * 8)
+    assert fleet.job().audits.compared_nodes == ["n1", "n3", "n4"]
+    assert _commit(fleet, 8) == (0, 1, 4, 5, 6, 7)
