@@ -1,8 +1,10 @@
 """What the chain of audits catches of injected faults, in real training on four ranks, and what it costs.
 
-    python -m bench.sdc [--quick] [--cells PATTERN ...] [--per-cell 300] [--kinds permanent,once] [--window STEPS]
-                        [--json FILE] [--clean THOUSANDS] [--overhead BLOCKS] [--plot PNG]
-    python -m bench.sdc --models vit,lstm,moe,unet [--kinds permanent] [--presets light,standard] [--injections N]
+    python -m bench.sdc [--quick] [--cells PATTERN ...] [--per-cell 300] [--kinds permanent,transient]
+                        [--window STEPS] [--json FILE] [--clean THOUSANDS] [--overhead BLOCKS]
+                        [--plot PNG]
+    python -m bench.sdc --models vit,lstm,moe,unet [--kinds permanent,intermittent]
+                        [--presets light,standard] [--injections N]
     python -m bench.sdc --digests [--quick]
 
 Each cell is a model, a preset and a place of faults. A fault is put into one rank of a trained model; the bench trains
@@ -11,6 +13,7 @@ chain takes to look at all parts of a rank's work: then a version with the fault
 kept under out/sdc; another call adds what is missing. Intervals between audits are those that the chain once chose on
 this machine.
 ``--models`` measures models of other structures, at all places, and prints the share that each preset catches.
+A permanent fault acts in each step (on average at least once), an intermittent one in some steps, a transient one once.
 ``--digests`` measures the rate of digests beside a copy of the same bytes, and the faults that they miss.
 Faults, their shapes and how often each occurs: `bench.sdc.injection`. Other detectors: `bench.sdc.peers`.
 """
@@ -38,9 +41,9 @@ from bench.sdc.cells import (
     Measure,
     cells_of_model,
     choose,
-    kind_of,
     plan,
 )
+from bench.sdc.injection import Duration
 from bench.sdc.models import Config
 from bench.sdc.ranks import Ranks
 from bench.sdc.report import Report
@@ -48,7 +51,6 @@ from bench.sdc.store import Store
 from bench.table import finish, parser_of
 
 RANKS, WARM_STEPS = 4, 200
-KINDS = ("permanent", "once")
 INJECTIONS, QUICK_WINDOW = 16, 64
 QUICK_CALIBRATION_STEPS = 44
 """Steps until the chain has agreed on its intervals once."""
@@ -59,7 +61,7 @@ def main() -> int:
     parser = parser_of("sdc", __doc__)
     parser.add_argument("--cells", nargs="*", default=[], metavar="PATTERN", help="CONFIG/PRESET/SITE, with * and ?")
     parser.add_argument("--per-cell", type=int, default=300, help="injections of each cell")
-    parser.add_argument("--kinds", type=_names(KINDS), help="permanent, once, or both; of --models permanent")
+    parser.add_argument("--kinds", type=_names(Duration), help="of permanent,intermittent,transient")
     parser.add_argument("--models", type=_names(MODELS), help=f"of {','.join(MODELS)}, in place of --cells")
     parser.add_argument("--presets", type=_names(MEASURED_PRESETS), default=["light", "standard"], help="of --models")
     parser.add_argument("--injections", type=int, default=INJECTIONS, help="of each of --models under each preset")
@@ -74,7 +76,8 @@ def main() -> int:
     given = parser.parse_args()
     if given.digests:
         return finish("Digests, and faults of each kind", digests.measure(quick=given.quick), given.json)
-    given.kinds = given.kinds or (["permanent"] if given.models else list(KINDS))
+    recurring = [Duration.PERMANENT, Duration.INTERMITTENT]
+    given.kinds = given.kinds or (recurring if given.models else list(Duration))
     if given.quick:
         given.injections = min(given.injections, 3)
         given.per_cell, given.window = min(given.per_cell, 3), given.window or QUICK_WINDOW
@@ -129,7 +132,9 @@ def work(measures: Measure, store: Store, given: argparse.Namespace) -> Iterator
         own = [cell for cell in cells if cell.config == config]
         for number in range(given.per_cell):  # cell by cell in turn: all grow alike
             for cell in own:
-                if number not in store.records(cell.name) and kind_of(cell, number, RANKS) in given.kinds:
+                if number in store.records(cell.name):
+                    continue
+                if len(given.kinds) == len(Duration) or measures.duration(cell, number) in given.kinds:
                     yield cell.name, partial(measures.injection, cell, number)
 
 
@@ -140,7 +145,7 @@ def model_work(measures: Measure, store: Store, given: argparse.Namespace) -> It
         config = of_presets[0][0].config
         for preset in given.presets:
             yield f"{config.name}/intervals", partial(measures.intervals, config, preset)
-        plans = [plan(cells, given.kinds, given.injections, RANKS) for cells in of_presets]
+        plans = [plan(cells, given.kinds, given.injections, measures.duration) for cells in of_presets]
         for cell, number in itertools.chain.from_iterable(zip(*plans, strict=True)):  # presets in turn
             if number not in store.records(cell.name):
                 yield cell.name, partial(measures.injection, cell, number)

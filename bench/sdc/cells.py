@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from bench.processes import RankFailed
-from bench.sdc.injection import DETECTORS, Injection, Site, draw
+from bench.sdc.injection import DETECTORS, Duration, Injection, Site, draw, duration_of
 from bench.sdc.judging import Judgement, Outcome, Statement, judge_all, judge_replicas
 from bench.sdc.models import Config
 from bench.sdc.peers import Thresholds
@@ -33,7 +33,7 @@ OTHERS = (
     "convnet-ddp-float32",
 )
 MODELS = ("vit", "lstm", "moe", "unet")
-"""Models of other structures, which are measured at all places by permanent faults alone."""
+"""Models of other structures, measured at all places: by permanent and intermittent faults unless others are given."""
 WITHOUT_ATTENTION = ("lstm",)
 SITES_OF_OTHERS = (Site.GEMM_FORWARD, Site.GEMM_WEIGHT_GRADIENT, Site.ACTIVATIONS, Site.MOMENTS)
 PEER_SITES = (Site.GEMM_FORWARD, Site.GEMM_WEIGHT_GRADIENT, Site.PARAMETERS)
@@ -85,15 +85,20 @@ def cells_of_model(model: str, preset: str) -> list[Cell]:
     return [Cell(config, preset, site) for site in Site if site not in absent]
 
 
-def plan(cells: list[Cell], kinds: Collection[str], count: int, ranks: int) -> list[tuple[Cell, int]]:
-    """Return ``count`` injections of these kinds as cells and numbers, cell by cell in turn."""
-    chosen = ((cell, number) for number in itertools.count() for cell in cells if kind_of(cell, number, ranks) in kinds)
+def plan(
+    cells: list[Cell], durations: Collection[Duration], count: int, duration: Callable[[Cell, int], Duration]
+) -> list[tuple[Cell, int]]:
+    """Return ``count`` injections of these durations as cells and numbers, cell by cell in turn.
+
+    Args:
+        cells: The places.
+        durations: Those to choose.
+        count: How many injections.
+        duration: Returns that of an injection.
+    """
+    turns = ((cell, number) for number in itertools.count() for cell in cells)
+    chosen = (turn for turn in turns if duration(*turn) in durations)
     return list(itertools.islice(chosen, count))
-
-
-def kind_of(cell: Cell, number: int, ranks: int) -> str:
-    """Return whether an injection of a cell is permanent or acts once."""
-    return "permanent" if drawn(cell, number, ranks).is_permanent else "once"
 
 
 def drawn(cell: Cell, number: int, ranks: int) -> Injection:
@@ -150,6 +155,24 @@ class Measure:
             intervals = self.intervals(config, preset)
             self._windows[config, preset] = self._ranks.call(config, "steps_until_audited", intervals)[0]
         return self._windows[config, preset]
+
+    def elements(self, config: Config, site: Site) -> int:
+        """Return the elements that pass a site in a step, as they were once counted.
+
+        Raises:
+            RankFailed: None does.
+        """
+        cell = f"{config.name}/elements/{site}"
+        known = self._store.records(cell)
+        if 0 not in known:
+            self._store.add(cell, 0, {"elements": self._ranks.call(config, "elements", site)[0]})
+        return int(known[0]["elements"])
+
+    def duration(self, cell: Cell, number: int) -> Duration:
+        """Return how often the fault of an injection acts."""
+        injection = drawn(cell, number, self._ranks.world)
+        elements = self.elements(cell.config, injection.site) if injection.recurs else 0
+        return duration_of(injection.probability, elements)
 
     def injection(self, cell: Cell, number: int) -> None:
         """Record one injection."""

@@ -1,8 +1,8 @@
 """Draw faults from the published fault model, and corrupt tensors as such a fault does.
 
 Bits: one 38 %, two to four 30 %, five or more 22 %, the value replaced 9 %, NaN or infinity 1 %. Space: a single
-element 35 %, a periodic tile of four 35 %, a stripe of 32 lanes 20 %, a column 10 %. Time: 90 % permanent with a
-probability per element, log-uniform from 1e-8 to 1, of which a third hits large values only; 10 % once.
+element 35 %, a periodic tile of four 35 %, a stripe of 32 lanes 20 %, a column 10 %. Time: 90 % recur with a
+probability per element, log-uniform from 1e-8 to 1, of which a third hits large values only; 10 % are transient.
 
 Time counts from the first activation. A fault that has not been active has corrupted nothing.
 """
@@ -58,6 +58,17 @@ class Corruption(StrEnum):
     NOT_FINITE = "NaN or infinity"
 
 
+class Duration(StrEnum):
+    """How often a fault acts, in the words of the field."""
+
+    PERMANENT = "permanent"
+    """In each step: on average at least once."""
+    INTERMITTENT = "intermittent"
+    """In some steps: on average less than once in a step."""
+    TRANSIENT = "transient"
+    """Once."""
+
+
 class Shape(StrEnum):
     """Which elements are hit together."""
 
@@ -75,7 +86,7 @@ CORRUPTIONS = {
     Corruption.NOT_FINITE: 0.01,
 }
 SHAPES = {Shape.SINGLE: 0.35, Shape.TILE: 0.35, Shape.STRIPE: 0.20, Shape.COLUMN: 0.10}
-PERMANENT, GATED = 0.9, 1 / 3
+RECURRING, GATED = 0.9, 1 / 3
 
 
 @dataclass(frozen=True)
@@ -91,7 +102,7 @@ class Injection:
     positions: tuple[float, ...]
     """Places of the flipped bits in a word, 0 (lowest) to 1; or, for a value, what it is replaced by."""
     probability: float
-    """Of an activation per element; 0: the fault acts once."""
+    """Of an activation per element; 0: the fault is transient."""
     gate: float
     """Smallest magnitude that is hit, in root mean squares of its tensor; 0: any."""
     begin: float
@@ -99,7 +110,8 @@ class Injection:
     seed: int
 
     @property
-    def is_permanent(self) -> bool:
+    def recurs(self) -> bool:
+        """Whether the fault is permanent or intermittent."""
         return self.probability > 0.0
 
     def mask(self, dtype: torch.dtype) -> int:
@@ -107,6 +119,18 @@ class Injection:
         width = dtype.itemsize * 8
         places = {min(width - 1, int(place * width)) for place in self.positions}
         return sum(1 << place for place in places)
+
+
+def duration_of(probability: float, elements: int) -> Duration:
+    """Return how often a fault acts.
+
+    Args:
+        probability: Of an activation per element.
+        elements: Elements that pass the fault's site in a step.
+    """
+    if not probability:
+        return Duration.TRANSIENT
+    return Duration.PERMANENT if probability * elements >= 1.0 else Duration.INTERMITTENT
 
 
 def draw(cell: str, site: Site, number: int, ranks: int) -> Injection:
@@ -117,9 +141,9 @@ def draw(cell: str, site: Site, number: int, ranks: int) -> Injection:
     corruption = _choose(random, CORRUPTIONS)
     bits = {Corruption.FEW_BITS: (2, 5), Corruption.MANY_BITS: (5, 13)}.get(corruption, (1, 2))
     count = int(random.integers(*bits))
-    permanent = bool(random.random() < PERMANENT)
+    recurs = bool(random.random() < RECURRING)
     probability = math.exp(random.uniform(math.log(RARELY), math.log(ALWAYS)))
-    gated = permanent and bool(random.random() < GATED)
+    gated = recurs and bool(random.random() < GATED)
     return Injection(
         cell=cell,
         number=number,
@@ -128,7 +152,7 @@ def draw(cell: str, site: Site, number: int, ranks: int) -> Injection:
         corruption=corruption,
         shape=_choose(random, SHAPES),
         positions=tuple(round(float(place), 6) for place in random.choice(64, count, replace=False) / 64),
-        probability=probability if permanent else 0.0,
+        probability=probability if recurs else 0.0,
         gate=float(random.uniform(0.5, 2.5)) if gated else 0.0,
         begin=float(random.random()),
         seed=seed,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -16,7 +16,7 @@ from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 
 from bench.sdc.cells import MAIN, MEASURED_PRESETS, PEER_SITES, Cell, cells_of_model
-from bench.sdc.injection import DETECTORS, MEMORY, Site
+from bench.sdc.injection import DETECTORS, MEMORY, Duration, Site, duration_of
 from bench.sdc.peers import PEERS
 from bench.sdc.store import Store
 from bench.table import Row
@@ -32,7 +32,7 @@ COMPUTE = (
     Site.ACTIVATIONS,
 )
 MODEL_MARKS = {"light": (95, 98), "standard": (97, 99)}
-"""Floor and aim of the share that a preset catches on models of other structures."""
+"""Floor and aim of the share of permanent faults that a preset catches on models of other structures."""
 WITHIN_STEPS = (50, 100, 200, 400, 800)
 Record = dict[str, Any]
 OURS, THEIRS = "#2a6f97", "#b0b7bf"
@@ -76,24 +76,27 @@ class Report:
         """Return the injections of these sites that changed parameters."""
         return _changed(r for site in sites for r in self._store.records(f"{config}/{kind}/{site}").values())
 
-    def model_rows(self, models: Iterable[str], presets: Iterable[str], kinds: Iterable[str]) -> list[Row]:
-        """Return what presets catch on models of other structures, of injections of these kinds."""
+    def model_rows(self, models: Iterable[str], presets: Iterable[str], durations: Collection[Duration]) -> list[Row]:
+        """Return what presets catch on models of other structures, of injections of these durations."""
         rows, models = [], list(models)
         for preset in presets:
             marks = MODEL_MARKS.get(preset, (None, None))
             everything: list[Record] = []
             for model in models:
                 tried = [r for cell in cells_of_model(model, preset) for r in self._store.records(cell.name).values()]
-                tried = [r for r in tried if "failed" in r or ("permanent" if r["probability"] else "once") in kinds]
+                tried = [r for r in tried if "failed" in r or _duration(r) in durations]
                 everything += tried
                 rows.append(_found_row(f"{model}, {preset}: faults caught", _changed(tried)))
                 cost = self.overhead(f"{model}-ddp-float32", preset)
                 if cost is not None:
                     rows.append(Row(f"{model}, {preset}: overhead", cost, "% of a step"))
             changed, name = _changed(everything), f"{preset}, all models"
-            rows.append(share_row(f"{name}: faults caught", *_hits(changed), *marks))
-            frequent = [record for record in changed if _activations(record) >= 1.0]
-            rows.append(share_row(f"{name}: those that act in each step", *_hits(frequent), *marks))
+            for duration in (each for each in Duration if each in durations):
+                hits = _hits(_lasting(changed, duration))
+                judged = marks if duration is Duration.PERMANENT else (None, None)
+                rows.append(share_row(f"{name}: {duration} faults caught", *hits, *judged))
+            if len(durations) > 1:
+                rows.append(share_row(f"{name}: all of these faults caught", *_hits(changed)))
             rows.append(share_row(f"{name}: of the caught, the rank named", *_named(changed)))
             rows += _honest_rows(name, everything)
         return rows
@@ -106,19 +109,19 @@ class Report:
         whole = self.records(MAIN, preset, (*COMPUTE, *MEMORY))
         if not whole:
             return []
-        lasting, once = _by_duration(whole)
+        permanent = _lasting(whole, Duration.PERMANENT)
         rows = [
-            row("permanent faults caught", _hits(lasting), 95, 99),
-            row("permanent, less than once in a step", _hits(r for r in lasting if _activations(r) < 1.0)),
+            row("permanent faults caught", _hits(permanent), 95, 99),
+            row("intermittent faults caught", _hits(_lasting(whole, Duration.INTERMITTENT))),
+            row("transient faults caught", _hits(_lasting(whole, Duration.TRANSIENT)), 60, 85),
         ]
         for steps in WITHIN_STEPS:
-            soon = sum(bool(record["caught_by"]) and record["latency"] <= steps for record in lasting)
-            rows.append(row(f"permanent, caught within {steps} steps", (soon, len(lasting))))
-        rows.append(row("of the caught, the rank named", _named(lasting), 99, 100))
+            soon = sum(bool(record["caught_by"]) and record["latency"] <= steps for record in permanent)
+            rows.append(row(f"permanent, caught within {steps} steps", (soon, len(permanent))))
+        rows.append(row("of the caught, the rank named", _named(_recurring(whole)), 99, 100))
         for text, sites, floor, aim in (("passes and gradients", COMPUTE, 90, 98), ("state", MEMORY, 99.9, 100)):
-            some, _ = _by_duration(self.records(MAIN, preset, sites))
+            some = _lasting(self.records(MAIN, preset, sites), Duration.PERMANENT)
             rows.append(row(f"permanent in {text}", _hits(some), floor, aim))
-        rows.append(row("faults that act once", _hits(once), 60, 85))
         cells = (cell for cell in self.cells if cell.kind == preset)
         tried = [record for cell in cells for record in self._store.records(cell.name).values()]
         return rows + _honest_rows(preset, tried)
@@ -127,8 +130,10 @@ class Report:
         records = self._store.records(cell.name).values()
         if cell.what in DETECTORS:
             return share_row(cell.name, *_named(r for r in records if "failed" not in r), more="the liar named")
-        lasting, once = _by_duration(_changed(records))
-        return _found_row(cell.name, lasting, f"; once: {_caught(once)} of {len(once)}" if once else "")
+        changed = _changed(records)
+        transient = _lasting(changed, Duration.TRANSIENT)
+        more = f"; transient: {_caught(transient)} of {len(transient)}" if transient else ""
+        return _found_row(cell.name, _recurring(changed), more)
 
     def _peer_rows(self) -> list[Row]:
         rows = []
@@ -179,18 +184,18 @@ class Report:
         """
         figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.4), sharey=True, width_ratios=(1, 1.3))
         for preset in MEASURED_PRESETS:
-            records, _ = _by_duration(self.records(config, preset, PEER_SITES))
+            records = _recurring(self.records(config, preset, PEER_SITES))
             cost = self.overhead(config, preset)
             if records and cost is not None:
                 at = max(cost, 0.0)
                 share = _draw_share(right, at, *_hits(records), OURS)
                 right.annotate(preset, (at, share), xytext=(7, -12), textcoords="offset points", fontsize=9)
-        records, _ = _by_duration(self.records(config, "peers", PEER_SITES))
+        records = _recurring(self.records(config, "peers", PEER_SITES))
         for at, peer in enumerate(PEERS if records else ()):
             _draw_share(left, at, sum(bool(record["alarms"][peer]) for record in records), len(records), THEIRS)
         left.set_xticks(range(len(PEERS)), PEERS, rotation=35, ha="right", fontsize=8)
         left.set_title("other detectors, in each step", fontsize=10)
-        left.set_ylabel("permanent faults caught, %")
+        left.set_ylabel("permanent and intermittent faults caught, %")
         right.set_title("audits", fontsize=10)
         right.set_xlabel("time added to a step, %")
         right.set_xlim(left=-1)
@@ -216,15 +221,18 @@ def _changed(records: Iterable[Record]) -> list[Record]:
     return [record for record in records if record["changed_step"]]
 
 
-def _by_duration(records: Iterable[Record]) -> tuple[list[Record], list[Record]]:
-    """Return the permanent faults, and those that act once."""
-    known = list(records)
-    return [r for r in known if r["probability"]], [r for r in known if not r["probability"]]
+def _duration(record: Record) -> Duration:
+    return duration_of(record["probability"], record["elements"])
 
 
-def _activations(record: Record) -> float:
-    """Return in how many elements of a step the fault is active, on average."""
-    return float(record["probability"] * record["elements"])
+def _lasting(records: Iterable[Record], duration: Duration) -> list[Record]:
+    """Return the faults of one duration."""
+    return [record for record in records if _duration(record) is duration]
+
+
+def _recurring(records: Iterable[Record]) -> list[Record]:
+    """Return the faults that are permanent or intermittent."""
+    return [record for record in records if record["probability"]]
 
 
 def _caught(records: Iterable[Record]) -> int:

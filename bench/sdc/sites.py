@@ -24,6 +24,7 @@ from torch.optim import adam
 
 from bench.sdc.injection import Fault, Site
 from bench.sdc.networks import Network
+from everstep_trainer.parallel.lane import GlooCommunicator
 from everstep_trainer.sdc.audit import is_in_backward
 
 _CHAIN_PACKAGES = ("everstep_trainer.sdc.", "everstep_trainer.digests.")
@@ -171,11 +172,11 @@ class _LocalGradients(FaultySite):
 class _BeforeCollective(FaultySite):
     """The buffer that a rank hands to the collective."""
 
-    targets = ((dist, "all_to_all_single"), (dist, "reduce_scatter_single"))
+    targets = ((GlooCommunicator, "all_to_all"), (dist, "reduce_scatter_single"))
 
     def call(self, original: Callable[..., Any], *args: Any, **options: Any) -> Any:
         if self.is_in_passes:
-            self.fault.corrupt(options["input"] if "input" in options else args[1])
+            self.fault.corrupt(options["input"] if "input" in options else args[2])
         return original(*args, **options)
 
 

@@ -42,7 +42,7 @@ REFERENCE_STEPS = 64
 """Steps of the undisturbed run that tell whether a fault has changed a parameter. Its first activation is in the first
 of them."""
 SETTLED = 3
-"""Steps after which a fault that acts once and changed no parameter will change none."""
+"""Steps after which a transient fault that changed no parameter will change none."""
 WARM_AUDITS = 48
 """Audits of each kind before a fault: the audit then knows what is usual."""
 FLUSH_STEPS = 3
@@ -134,9 +134,9 @@ class Training:
         After a suspicion that names no rank, it begins once more, as a job would go back; the fault goes on.
 
         A chain's run leaves out steps in which the fault is not active, once an activation can be found no more: such
-        steps are those of an undisturbed run, and the audits' intervals count them. Once a permanent fault has changed
-        a parameter, the run also leaves out the steps in which no audit is due. Audits then see a training run that
-        makes fewer steps between them, with a fault as frequent in each step.
+        steps are those of an undisturbed run, and the audits' intervals count them. Once a permanent or intermittent
+        fault has changed a parameter, the run also leaves out the steps in which no audit is due. Audits then see a
+        training run that makes fewer steps between them, with a fault as frequent in each step.
 
         Args:
             injection: The fault; None: none.
@@ -151,7 +151,7 @@ class Training:
         fault, site = self._faulty_site(injection)
         self.reset()
         self._statements.clear()
-        elements = self._count(injection.site) if injection is not None else 0
+        elements = self.elements(injection.site) if injection is not None else 0
         peers = PeerSignals(self.inner, self.optimizer) if signals else None
         result = Result(elements=elements)
         run = _Run(self, injection, fault, site, warm, phase, steps or ONSET + window, reference, peers, result)
@@ -276,15 +276,15 @@ class Training:
     def _faulty_site(self, injection: Injection | None) -> tuple[Fault, FaultySite | None]:
         if injection is None:
             return Fault(None, 0), None
-        elements = self._count(injection.site)
+        elements = self.elements(injection.site)
         is_faulty = injection.rank == self.rank
         if not is_faulty and injection.site not in GRAPH_SITES:
             return Fault(None, 0), None
         fault = Fault(injection, elements) if is_faulty else Fault(None, 0)
         return fault, SITES[injection.site](fault, self.model, self.inner, self.optimizer)
 
-    def _count(self, kind: Site) -> int:
-        """Return the elements that pass a site in a step of training."""
+    def elements(self, kind: Site) -> int:
+        """Return the elements that pass a site in a step of training. Raises ValueError if none does."""
         if kind in DETECTORS:
             return 1  # active from its first use on
         if kind not in self._elements:
@@ -294,6 +294,8 @@ class Training:
                 self.step(1, DATA_SEED, site=site)
             site.at_rest()
             self.reset()
+            if not fault.seen:
+                raise ValueError(f"no value of {self.config.model} passes {kind}: a fault there changes nothing")
             self._elements[kind] = fault.seen
         return self._elements[kind]
 
@@ -427,7 +429,7 @@ class _Run:
     def _skip_steps(self, chain: AuditChain, injection: Injection, idle_steps: int) -> None:
         """Leave out steps that change nothing: the fault is not active in them, or no audit is due."""
         skipped = max(0, idle_steps)
-        if injection.is_permanent:
+        if injection.recurs:
             due = _steps_until_due(chain, self._number, self._number + self._first)
             skipped = max(skipped, min(self._last - self._number - 1, due))
         self._fault.skip_ahead(skipped * self.result.elements)
@@ -451,7 +453,7 @@ class _Run:
 
 def _is_settled(injection: Injection, step: int) -> bool:
     """Return whether a fault that has changed no parameter until ``step`` will change none, or not within the run."""
-    settled = REFERENCE_STEPS if injection.is_permanent else SETTLED
+    settled = REFERENCE_STEPS if injection.recurs else SETTLED
     return step >= ONSET + settled and injection.site not in DETECTORS
 
 

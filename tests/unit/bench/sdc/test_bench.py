@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from bench.processes import RankFailed
-from bench.sdc.cells import Cell, Measure
+from bench.sdc.cells import Cell, Measure, cells_of_model
+from bench.sdc.injection import Duration, Site
 from bench.sdc.models import Config
 from bench.sdc.ranks import Ranks
 from bench.sdc.report import Report
@@ -29,10 +30,15 @@ def test_bench_records_injections(tmp_path: Path) -> None:
             measure.injection(cell, number)
         Measure(ranks, store, window=17).injection(cell, 2)  # as another call of the bench does
         measure.clean(CONFIG, "standard", 0, steps=10)
-        with pytest.raises(RankFailed, match="no_such_method"):
-            ranks.call(CONFIG, "no_such_method")
+        absent = Site.ATTENTION
+        places = [Site(cell.what) for cell in cells_of_model(CONFIG.model, "standard") if cell.what != absent]
+        assert all(measure.elements(CONFIG, site) for site in places)
+        durations = {measure.duration(cell, number) for number in range(40)}
+        with pytest.raises(RankFailed, match="no value of mlp passes attention"):
+            measure.elements(CONFIG, absent)
     records = Store(tmp_path).records(cell.name)
     assert set(records) == {0, 1, 2}
+    assert durations == set(Duration)
     for record in records.values():
         assert record["activations"] > 0
         assert record["changed_step"] == 3  # the fault's first step, and no audit changed anything before it

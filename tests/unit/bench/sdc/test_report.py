@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.sdc.cells import MAIN
+from bench.sdc.injection import Duration
 from bench.sdc.report import Report
 from bench.sdc.store import Store
 
@@ -40,6 +41,8 @@ def store(tmp_path: Path) -> Store:
     store.add(cell, 1, record("peer_replay", named=2, honest_convicted=["peer_replay"]))
     store.add(cell, 2, record())
     store.add(cell, 3, record(changed_step=0))  # changed nothing, so there was nothing to catch
+    store.add(cell, 5, record("matmul", probability=0.0001))
+    store.add(cell, 6, record(probability=0.0))
     store.add(cell, 4, {"failed": "RuntimeError: connection reset", "rank": 2, "changed_step": 0})
     store.add(f"{MAIN}/clean/standard", 0, {"steps": 2000, "alarms": 1, "audits": []})
     store.add(f"{MAIN}/overhead-standard/all", 0, {"off_s": [1.0, 1.0, 2.0], "on_s": [1.01, 1.02, 2.06]})
@@ -49,23 +52,31 @@ def store(tmp_path: Path) -> Store:
 def test_rows_sum_up_the_records(store: Store) -> None:
     values = {row.name: row.value for row in Report(store).rows()}
     assert values["standard: permanent faults caught"] == pytest.approx(200 / 3)
+    assert values["standard: intermittent faults caught"] == 100
+    assert values["standard: transient faults caught"] == 0
     assert values["standard: permanent, caught within 50 steps"] == pytest.approx(200 / 3)
-    assert values["standard: of the caught, the rank named"] == 50
+    assert values["standard: of the caught, the rank named"] == pytest.approx(200 / 3)
     assert values["standard: honest ranks convicted"] == 1
     assert values["standard: runs ended by an error"] == 1
     assert values[f"{MAIN}/clean/standard: false alarms"] == 500
     assert values[f"{MAIN}/overhead-standard/all"] == pytest.approx(2)
 
 
-def test_model_rows_count_the_kinds_asked_for(tmp_path: Path) -> None:
+def test_model_rows_show_each_duration_asked_for(tmp_path: Path) -> None:
     store = Store(tmp_path)
     cell = "vit-ddp-float32/light/attention"
     store.add(cell, 0, record("peer_replay"))
     store.add(cell, 1, record())
-    store.add(cell, 2, record(probability=0.0))
-    rows = {row.name: row for row in Report(store).model_rows(["vit"], ["light"], ["permanent"])}
-    assert rows["vit, light: faults caught"].value == 50
-    assert rows["light, all models: faults caught"].against.startswith("1 of 2")
-    assert rows["light, all models: faults caught"].met == "no"
-    once = {row.name: row for row in Report(store).model_rows(["vit"], ["light"], ["once"])}
-    assert once["vit, light: faults caught"].against.startswith("0 of 1")
+    store.add(cell, 2, record(probability=0.0001))
+    store.add(cell, 3, record(probability=0.0))
+    report = Report(store)
+    rows = {row.name: row for row in report.model_rows(["vit"], ["light"], [Duration.PERMANENT, Duration.INTERMITTENT])}
+    assert rows["vit, light: faults caught"].against.startswith("1 of 3")
+    permanent = rows["light, all models: permanent faults caught"]
+    assert (permanent.value, permanent.floor, permanent.aim, permanent.met) == (50, 95, 98, "no")
+    intermittent = rows["light, all models: intermittent faults caught"]
+    assert (intermittent.value, intermittent.floor, intermittent.aim) == (0, None, None)
+    assert rows["light, all models: all of these faults caught"].against.startswith("1 of 3")
+    assert "light, all models: transient faults caught" not in rows
+    transient = {row.name: row for row in report.model_rows(["vit"], ["light"], [Duration.TRANSIENT])}
+    assert transient["vit, light: faults caught"].against.startswith("0 of 1")
