@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from urllib.parse import urlencode
 
 import pytest
@@ -31,31 +31,48 @@ new PerformanceObserver((list) => {
 """
 
 
+def _skip(reason: str) -> NoReturn:
+    """Skip the test, or fail where EVERSTEP_REQUIRE_BROWSER says that nothing is missing."""
+    if os.environ.get("EVERSTEP_REQUIRE_BROWSER"):
+        pytest.fail(reason)
+    pytest.skip(reason)
+
+
 def require_browser() -> Any:
     """Return Playwright's API, or skip the test if Playwright or Chromium is missing."""
-    playwright = pytest.importorskip("playwright.sync_api")
+    try:
+        import playwright.sync_api
+    except ImportError as error:
+        _skip(f"Playwright cannot be imported: {error}")
     if not CHROMIUM.exists():
-        pytest.skip(f"there is no {CHROMIUM}")
-    return playwright
+        _skip(f"there is no {CHROMIUM}")
+    return playwright.sync_api
 
 
 def require_axe() -> str:
     """Return the script of axe-core, or skip the test if it is missing."""
     if not AXE.exists():
-        pytest.skip(f"there is no {AXE}: run `npm install --prefix out axe-core`, or set EVERSTEP_AXE")
+        _skip(f"there is no {AXE}: run `npm install --prefix out axe-core`, or set EVERSTEP_AXE")
     return AXE.read_text()
 
 
-AXE_RUN = """async () => {
-  const { violations } = await axe.run(document, { resultTypes: ["violations"] });
+AXE_RUN = """async (rules) => {
+  const { violations } = await axe.run(document, { resultTypes: ["violations"], ...(rules && { runOnly: rules }) });
   return violations.flatMap((rule) => rule.nodes.map((node) => `${rule.impact} ${rule.id}: ${node.target.join(" ")}`));
 }"""
 
 
 def axe_findings(page: Any, script: str) -> list[str]:
-    """Return the findings of axe-core in the current page: impact, rule and element."""
+    """Return the findings of axe-core in the current page: impact, rule and element.
+
+    In the light theme by all rules, and in the dark one, where only colours differ, by that of contrast.
+    """
     page.evaluate(f"() => {{ {script} }}")
-    return list(page.evaluate(AXE_RUN))
+    found: list[str] = []
+    for theme, rules in (("dark", ["color-contrast"]), ("light", None)):
+        page.emulate_media(color_scheme=theme)
+        found += page.evaluate(AXE_RUN, rules)
+    return found
 
 
 @contextmanager
