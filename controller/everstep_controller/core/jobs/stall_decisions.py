@@ -342,7 +342,7 @@ def _others_returned(stall: JobStall) -> Decision:
         due = min(since + max(floor_s, stall.policy.stalls.returned_floor_s), due)
     if stall.now < due:
         notice_s = stall.policy.stalls.call_notice_s if transfers else stall.policy.stalls.notice_s
-        return _name_returned(stall, due, notice_s)
+        return _wait_and_name(stall, due, notice_s)
     early = [rank for rank, count in stall.returned.items() if is_missed and count == min(known)]
     early = early or list(stall.returned)
     wait = "waits" if len(stall.stalled) == 1 else "wait"
@@ -355,7 +355,7 @@ def _others_returned(stall: JobStall) -> Decision:
     )
 
 
-def _name_returned(stall: JobStall, due: float, notice_s: float) -> Wait:
+def _wait_and_name(stall: JobStall, due: float, notice_s: float) -> Wait:
     """Do nothing until ``due``, and name the ranks that have returned and those that wait."""
     since = max(stalled.since for stalled in stall.stalled.values())
     if stall.now < since + notice_s:
