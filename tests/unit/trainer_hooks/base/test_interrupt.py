@@ -165,7 +165,7 @@ def arrive(barrier: threading.Barrier) -> None:
     barrier.wait(60)
 
 
-def test_late_interrupt_request_is_withdrawn(interrupter: Interrupter) -> None:
+def test_late_interrupt_is_raised_before_the_run_ends(interrupter: Interrupter) -> None:
     for _ in range(200):
         barrier = threading.Barrier(2)
 
