@@ -70,12 +70,16 @@ _handled_wakes = 0  # wake signals that found no exception to raise
 
 
 def _handle_wakes() -> bool:
-    """Install the handler and return whether signals wake this thread: the main thread, with the signal unused."""
+    """Install the handler and return whether signals wake this thread: the main thread, with the signal unused.
+
+    It is installed anew each time: a library written in Go takes SIGURG for itself when it is loaded.
+    """
     if threading.current_thread() is not threading.main_thread():
         return False
-    if signal.getsignal(WAKE_SIGNAL) is signal.SIG_DFL:
-        signal.signal(WAKE_SIGNAL, _woken)
-    return signal.getsignal(WAKE_SIGNAL) is _woken
+    if signal.getsignal(WAKE_SIGNAL) not in (signal.SIG_DFL, _woken):
+        return False
+    signal.signal(WAKE_SIGNAL, _woken)
+    return True
 
 
 def _woken(number: int, frame: object) -> None:
@@ -89,7 +93,7 @@ class Interrupter:
 
     def __init__(self) -> None:
         self._thread_id = threading.get_ident()
-        self._wakes = _handle_wakes()
+        self._wakes = False
         self._lock = threading.Lock()
         self._open = False
         self._runs = 0
@@ -157,6 +161,7 @@ class Interrupter:
         failure: BaseException | None = None
         try:
             try:
+                self._wakes = _handle_wakes()
                 self._set_open(True)
                 function()
             except BaseException as error:  # noqa: BLE001 - handed to the caller, who decides

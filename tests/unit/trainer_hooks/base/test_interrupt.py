@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import queue
 import re
 import signal
@@ -100,6 +101,23 @@ def test_function_waiting_in_python_code_is_interrupted(
         interrupter.interrupt()
 
     start_thread(interrupt)
+    assert isinstance(interrupter.run(function), Regroup)
+
+
+def test_function_is_interrupted_though_a_library_took_the_wake_signal(
+    interrupter: Interrupter, start_thread: StartThread
+) -> None:
+    """Libraries written in Go set a handler of their own in C, of which Python knows nothing."""
+    ignore = ctypes.c_void_p(1)  # SIG_IGN
+    assert interrupter.run(lambda: None) is None
+    ctypes.CDLL(None).signal(signal.SIGURG, ignore)
+    started = threading.Event()
+
+    def function() -> None:
+        started.set()
+        queue.Queue[None]().get(timeout=60)
+
+    start_thread(lambda: started.wait(60) and interrupter.interrupt())
     assert isinstance(interrupter.run(function), Regroup)
 
 
