@@ -111,14 +111,23 @@ def test_function_is_interrupted_though_a_library_took_the_wake_signal(
     ignore = ctypes.c_void_p(1)  # SIG_IGN
     assert interrupter.run(lambda: None) is None
     ctypes.CDLL(None).signal(signal.SIGURG, ignore)
-    started = threading.Event()
+    started, ended, released = threading.Event(), threading.Event(), threading.Event()
 
     def function() -> None:
         started.set()
-        queue.Queue[None]().get(timeout=60)
+        released.wait()
 
-    start_thread(lambda: started.wait(60) and interrupter.interrupt())
-    assert isinstance(interrupter.run(function), Regroup)
+    def interrupt() -> None:
+        started.wait(60)
+        interrupter.interrupt()
+        if not ended.wait(20):
+            released.set()
+
+    start_thread(interrupt)
+    failure = interrupter.run(function)
+    ended.set()
+    assert not released.is_set()
+    assert isinstance(failure, Regroup)
 
 
 def test_lost_wake_signal_is_sent_again(
