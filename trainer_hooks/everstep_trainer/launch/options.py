@@ -546,8 +546,9 @@ def load_options(
 
 def path_encoding_error(path: str) -> str | None:
     """Return what is wrong with a path that the messages of Everstep's programs cannot hold; None if nothing is."""
-    name = valid_unicode(os.path.abspath(path))
-    if name == os.path.abspath(path):
+    whole = os.path.abspath(path)
+    name = valid_unicode(whole)
+    if name == whole:
         return None
     advice = "give another path" if sys.flags.utf8_mode else "set PYTHONUTF8=1, or give another path"
     return f"{name} is not in this environment's encoding, {sys.getfilesystemencoding()}: {advice}"

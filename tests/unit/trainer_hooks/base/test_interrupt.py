@@ -104,9 +104,7 @@ def test_function_waiting_in_python_code_is_interrupted(
     assert isinstance(interrupter.run(function), Regroup)
 
 
-def test_function_is_interrupted_though_a_library_took_the_wake_signal(
-    interrupter: Interrupter, start_thread: StartThread
-) -> None:
+def test_wake_signal_is_taken_back_from_a_library(interrupter: Interrupter, start_thread: StartThread) -> None:
     """Libraries written in Go set a handler of their own in C, of which Python knows nothing."""
     ignore = ctypes.c_void_p(1)  # SIG_IGN
     assert interrupter.run(lambda: None) is None

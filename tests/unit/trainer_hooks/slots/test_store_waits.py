@@ -39,7 +39,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> tuple[ManualClock, list[float]]:
     return clock, taken
 
 
-def test_late_values_are_awaited_without_a_timed_wait_of_the_store(pauses: tuple[ManualClock, list[float]]) -> None:
+def test_late_values_are_looked_for_again_and_again(pauses: tuple[ManualClock, list[float]]) -> None:
     clock, taken = pauses
     store = cast(Any, LateStore(looks=60))
 
