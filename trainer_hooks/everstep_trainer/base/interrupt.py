@@ -327,12 +327,18 @@ def wait_for_collectives(ended: threading.Lock, raise_error: Callable[[], None])
                 raise Regroup
         raise_error()
     except BaseException as error:
-        if is_main and _on_error is not None:
-            _on_error(error)
+        record_wait_error(error)
         raise
     finally:
         if is_main:
             _awaited = None
+
+
+def record_wait_error(error: BaseException) -> None:
+    """Record an error that a collective raises in the main thread: the step is then not finished, even if the script
+    catches the error. Does nothing in other threads."""
+    if _on_error is not None and threading.current_thread() is threading.main_thread():
+        _on_error(error)
 
 
 def set_wait_callbacks(is_over: Callable[[], bool], on_error: Callable[[BaseException], object]) -> None:

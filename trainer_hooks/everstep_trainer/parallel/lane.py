@@ -12,15 +12,19 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
+from everstep.errors import Unavailable
+from everstep.system_clock import SYSTEM_CLOCK
 from everstep_trainer.base import interrupt
 from everstep_trainer.base.progress import CollectiveTimer, count_own_collective
+from everstep_trainer.slots.layout_exchange import LONG_PAUSES, poll_values
 
 Job = Callable[["Communicator"], Iterator[None]]
 """Collectives, and what happens between them. It yields once, after it has begun its last collective: the next job then
@@ -103,22 +107,61 @@ def make_lane(
 # ---- a thread, for gloo
 
 
-_connections: weakref.WeakKeyDictionary[dist.ProcessGroup, list[Any]] = weakref.WeakKeyDictionary()
-"""Connections of lanes, which stay open as long as their group. A rank that drops its model early, as by leaving the
-training function inside a step, would otherwise look like a lost one to those that wait for it."""
+_connections: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Any]] = weakref.WeakKeyDictionary()
+"""Connections of lanes by their number, which stay open as long as their group. A rank that drops its model early, as
+by leaving the training function inside a step, would otherwise look like a lost one to those that wait for it."""
+
+
+class _LookingStore(Store):
+    """A store that looks for a key again and again. A wait in C++ would keep the training thread from the connection
+    that both use, and could not be ended."""
+
+    def __init__(self, store: Store, stop: threading.Event, is_over: Callable[[], bool], timeout_s: float) -> None:
+        super().__init__()
+        self._store, self._stop, self._is_over, self._timeout_s = store, stop, is_over, timeout_s
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        return self._look([key])[0]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self._look(keys)
+
+    def _look(self, keys: list[str]) -> list[bytes]:
+        try:
+            return poll_values(
+                self._store,
+                keys,
+                stop=self._stop,
+                clock=SYSTEM_CLOCK,
+                timeout_s=self._timeout_s,
+                is_superseded=self._is_over,
+                pauses=LONG_PAUSES,
+            )
+        except Unavailable as error:
+            raise dist.DistStoreError(f"not all ranks connect to exchange gradients: {error}") from error
 
 
 class GlooCommunicator:
-    """Connections of a lane's own to the ranks of a group."""
+    """Connections of a lane's own to the ranks of a group; ``connect`` makes them, in any thread."""
 
-    def __init__(self, group: dist.ProcessGroup, is_over: Callable[[], bool]) -> None:
-        self._is_over = is_over
-        gloo = group._get_backend(torch.device("cpu"))
-        store = PrefixStore("everstep-lanes", dist.distributed_c10d._get_process_group_store(group))
-        number = store.add(f"made-by-{group.rank()}", 1)  # ranks make the lanes of a group in one order
-        prefix = PrefixStore(str(number), store)
-        self._gloo: Any = dist.ProcessGroupGloo(prefix, group.rank(), group.size(), gloo.options._timeout)
-        _connections.setdefault(group, []).append(self._gloo)
+    def __init__(self, group: dist.ProcessGroup, stop: threading.Event) -> None:
+        self._is_over = lambda: stop.is_set() or interrupt.is_generation_over()
+        self._rank, self._world_size = group.rank(), group.size()
+        self._timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
+        self._of_group = _connections.setdefault(group, {})
+        self._number = len(self._of_group)  # ranks make the lanes of a group in one order
+        self._of_group[self._number] = None
+        store = PrefixStore(f"everstep-lanes/{self._number}", dist.distributed_c10d._get_process_group_store(group))
+        self._store = _LookingStore(store, stop, interrupt.is_generation_over, self._timeout.total_seconds())
+        self._gloo: Any = None
+
+    def connect(self) -> None:
+        """Connect to all ranks, which must do the same. Raises RuntimeError if they do not."""
+        self._gloo = dist.ProcessGroupGloo(self._store, self._rank, self._world_size, self._timeout)
+        self._of_group[self._number] = self._gloo
 
     def all_to_all(
         self, received: torch.Tensor, sent: torch.Tensor, received_sizes: Sequence[int], sent_sizes: Sequence[int]
@@ -142,28 +185,36 @@ class GlooCommunicator:
 
 
 class _Worker:
-    """The thread of a lane, and what the lane and the thread share. It does not refer to the lane."""
+    """The thread of a lane, and what the lane and the thread share. It does not refer to the lane.
+
+    The thread connects to the other ranks first, while the training thread builds and restores.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._communicator = self.connect(group)
+        self._stop = threading.Event()
+        self._communicator = GlooCommunicator(group, self._stop)
         self.jobs: SimpleQueue[Job | threading.Lock | None] = SimpleQueue()
         self.error: BaseException | None = None
-        self._is_closed = False
         self.thread = threading.Thread(target=self._run, name="everstep-exchange", daemon=True)
         self.thread.start()
         _workers.add(self)
 
     def connect(self, group: dist.ProcessGroup) -> GlooCommunicator:
-        return GlooCommunicator(group, self._must_leave)
+        communicator = GlooCommunicator(group, self._stop)
+        communicator.connect()
+        return communicator
 
     def close(self) -> None:
         """End the thread, also one that waits for a peer."""
-        self._is_closed = True
+        self._stop.set()
         self.error = self.error or RuntimeError("gradients are exchanged no more: an earlier exchange was interrupted")
         self.jobs.put(None)
 
-    def _must_leave(self) -> bool:
-        return self._is_closed or interrupt.is_generation_over()
+    def _connect(self) -> None:
+        try:
+            self._communicator.connect()
+        except BaseException as error:  # noqa: BLE001 - raised again in the training thread
+            self.error = self.error or error
 
     def _advance(self, begun: Iterator[None] | None) -> None:
         """Run a job to its next yield, or to its end."""
@@ -178,6 +229,7 @@ class _Worker:
         """Run jobs and release the locks of those who wait for them. After an error, peers are out of step: no job
         runs any more."""
         torch.set_grad_enabled(False)  # of this thread
+        self._connect()
         begun: Iterator[None] | None = None
         while (job := self.jobs.get()) is not None:
             before, begun = begun, None if isinstance(job, _LockType) else _run_job(job, self._communicator)
@@ -257,6 +309,7 @@ class ThreadLane:
     def _raise_error(self) -> None:
         if (error := self._worker.error) is not None:
             self.close()
+            interrupt.record_wait_error(error)
             raise error
 
 

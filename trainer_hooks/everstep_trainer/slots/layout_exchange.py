@@ -29,9 +29,6 @@ from everstep_trainer.state.tensors import list_names
 
 # ---- messages between ranks through their generation's store
 
-FIRST_PAUSE_S = 0.0005
-LAST_PAUSE_S = 0.25
-"""Pauses of the training thread between two looks into the store, each longer by a quarter than the one before."""
 T = TypeVar("T", bound=msgspec.Struct)
 
 
@@ -40,20 +37,43 @@ def put_value(store: Store, key: str, value: msgspec.Struct) -> None:
     store.set(key, msgspec.msgpack.encode(value))  # type: ignore[arg-type]
 
 
-def wait_for_values(store: Store, keys: Sequence[str], clock: Clock, timeout_s: float) -> list[bytes]:
-    """Return the values once all are there; for the training thread. Raises DistStoreError after ``timeout_s``.
+class Pauses(NamedTuple):
+    """Seconds between two looks into the store: each pause is ``growth`` times as long as the one before."""
 
-    It looks again and again: a wait of the store's own cannot be interrupted, and torch prints two warnings for each
-    that times out, on each rank that waits for one that loads its data.
+    first_s: float
+    last_s: float
+    growth: float
+
+
+SHORT_PAUSES = Pauses(0.001, 0.02, 1.5)
+"""For values that come soon."""
+LONG_PAUSES = Pauses(0.0005, 0.25, 1.25)
+"""For values that a rank may keep others waiting for, such as one that loads its data: many ranks ask one store."""
+
+
+def _look_until_published(store: Store, keys: list[str], pauses: Pauses, pause: Callable[[float], None]) -> list[bytes]:
+    """Return the values of ``keys`` once all are there. ``pause`` waits for some seconds, or raises to give up.
+
+    It looks again and again: a wait of the store's own cannot be interrupted, blocks other threads that use the same
+    connection, and prints two warnings of torch where it times out.
     """
+    pause_s = pauses.first_s
+    while keys and not store.check(keys):
+        pause(pause_s)
+        pause_s = min(pauses.last_s, pause_s * pauses.growth)
+    return store.multi_get(keys) if keys else []
+
+
+def wait_for_values(store: Store, keys: Sequence[str], clock: Clock, timeout_s: float) -> list[bytes]:
+    """Return the values once all are there; for the training thread. Raises DistStoreError after ``timeout_s``."""
     deadline = clock.monotonic() + timeout_s
-    pause_s = FIRST_PAUSE_S
-    while not store.check(list(keys)):
+
+    def pause(seconds: float) -> None:
         if clock.monotonic() > deadline:
             raise DistStoreError(f"not all ranks have published {keys[0]} and the like in {timeout_s:.0f} s")
-        time.sleep(pause_s)
-        pause_s = min(LAST_PAUSE_S, pause_s * 1.25)
-    return store.multi_get(list(keys))
+        time.sleep(seconds)
+
+    return _look_until_published(store, list(keys), LONG_PAUSES, pause)
 
 
 def decode_value(body: bytes, kind: type[T]) -> T:
@@ -64,8 +84,6 @@ def decode_value(body: bytes, kind: type[T]) -> T:
         raise MalformedMessage(f"another rank's {kind.__name__} cannot be read: {error}") from error
 
 
-FIRST_POLL_S = 0.001
-LAST_POLL_S = 0.02
 ROUND_CHECK_S = 3.0
 """Shortest time between a planned rank's checks for a newer round, which cost a large job's store many requests."""
 FIRST_ROUND_CHECK_S = 0.1
@@ -84,18 +102,19 @@ def poll_values(
     clock: Clock,
     timeout_s: float,
     is_superseded: Callable[[], bool] = lambda: False,
+    pauses: Pauses = SHORT_PAUSES,
 ) -> list[bytes]:
-    """Return the values of ``keys`` once all are there; polled, since a waiting connection would block the training
-    thread's. Raises Unavailable in the end or once ``stop`` is set, RoundSuperseded if ``is_superseded``."""
+    """Return the values once all are there; for other threads. Raises Unavailable after ``timeout_s`` or once ``stop``
+    is set, RoundSuperseded if ``is_superseded``."""
     deadline = clock.monotonic() + timeout_s
-    pause_s = FIRST_POLL_S
-    while keys and not store.check(keys):
-        if stop.wait(pause_s) or clock.monotonic() > deadline:
+
+    def pause(seconds: float) -> None:
+        if stop.wait(seconds) or clock.monotonic() > deadline:
             raise Unavailable(f"not all ranks have published {keys[0]} and the like")
         if is_superseded():
             raise RoundSuperseded("ranks make a new plan")
-        pause_s = min(LAST_POLL_S, pause_s * 1.5)
-    return store.multi_get(keys) if keys else []
+
+    return _look_until_published(store, keys, pauses, pause)
 
 
 class LayoutRound(NamedTuple):

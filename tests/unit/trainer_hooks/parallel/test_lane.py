@@ -23,9 +23,8 @@ THREAD = "everstep-exchange"
 DEADLINE_S = 30.0
 
 
-def new_lane(on_wait: list[float] | None = None) -> ThreadLane:
-    waits = [] if on_wait is None else on_wait
-    lane = make_lane(None, torch.device("cpu"), CollectiveTimer(waits.append))
+def new_lane(group: dist.ProcessGroup | None = None) -> ThreadLane:
+    lane = make_lane(group, torch.device("cpu"), CollectiveTimer(lambda _: None))
     assert isinstance(lane, ThreadLane)
     return lane
 
@@ -70,34 +69,81 @@ def test_jobs_run_in_order_and_are_counted(kept_ranks: KeptRanks) -> None:
         assert count == 2
 
 
-def failing_job(rank: int, world: int) -> tuple[list[str], bool, int]:
-    """Return what a lane raises after a job's error, whether its thread ends, and how many later jobs ran."""
-    lane, raised, later = new_lane(), list[str](), list[str]()
+def failing_job(rank: int, world: int) -> tuple[list[tuple[str, list[str]]], bool, int]:
+    """Return what each use of a lane raises after a job's error, with the errors that then count as a collective's;
+    whether the lane's thread ends; and how many later jobs ran."""
+    lane, raised, later = new_lane(), list[tuple[str, list[str]]](), list[str]()
     threads = lane_threads()
 
     def fail(communicator: Communicator) -> Iterator[None]:
         raise RuntimeError("connection closed by peer")
 
     lane.submit(fail)
-    for attempt in (
-        lane.wait,
-        lane.wait,
-        partial(lane.submit, partial(exchange, torch.zeros(2), torch.zeros(2), later)),
-    ):
+    submit_another = partial(lane.submit, partial(exchange, torch.zeros(2), torch.zeros(2), later))
+    for attempt in (lane.wait, lane.wait, submit_another):
+        recorded: list[BaseException] = []
+        interrupt.set_wait_callbacks(bool, recorded.append)
         try:
             attempt()
         except RuntimeError as error:
-            raised.append(str(error))
+            raised.append((str(error), list(dict.fromkeys(map(str, recorded)))))
+        finally:
+            interrupt.set_wait_callbacks(bool, bool)
     return raised, has_ended(threads), len(later)
 
 
+@pytest.mark.promise("caught-errors")
 def test_error_of_job_is_raised_where_it_is_awaited(kept_ranks: KeptRanks) -> None:
-    assert kept_ranks.call(2, failing_job) == [(["connection closed by peer"] * 3, True, 0)] * 2
+    error = "connection closed by peer"
+    assert kept_ranks.call(2, failing_job) == [([(error, [error])] * 3, True, 0)] * 2
+
+
+def late_lane(rank: int, world: int) -> list[float]:
+    """Return what rank 0, which makes its lane early, and rank 1, which does so late, receive in a job."""
+    if rank == 1:
+        dist.barrier()
+    lane, received = new_lane(), torch.empty(world)
+    if rank == 0:
+        dist.barrier()
+    lane.submit(partial(exchange, torch.full((world,), float(rank)), received, []))
+    lane.wait()
+    lane.close()
+    return received.tolist()
+
+
+def test_lane_is_made_without_a_wait_for_others(kept_ranks: KeptRanks) -> None:
+    assert kept_ranks.call(2, late_lane) == [[0.0, 1.0], [0.0, 1.0]]
+
+
+def lane_of_one_rank(rank: int, world: int) -> tuple[str, bool]:
+    """Return what a job of rank 0 raises, whose generation ends before rank 1 has made a lane."""
+    group, outcome = dist.new_group(), ""
+    if rank == 1:
+        return outcome, True
+    lane, threads = new_lane(group), lane_threads()
+    interrupt.set_wait_callbacks(lambda: True, bool)
+    try:
+        lane.submit(partial(exchange, torch.zeros(world), torch.zeros(world), []))
+        lane.wait()
+    except (Regroup, dist.DistStoreError) as error:
+        outcome = type(error).__name__
+    finally:
+        interrupt.set_wait_callbacks(bool, bool)
+    lane.close()
+    return outcome, has_ended(threads)
+
+
+def test_lane_that_never_connects_ends(kept_ranks: KeptRanks) -> None:
+    (outcome, has_thread_ended), _ = kept_ranks.call(2, lane_of_one_rank)
+    assert has_thread_ended
+    assert outcome in ("Regroup", "DistStoreError")
 
 
 def lonely_job(rank: int, world: int) -> tuple[str, bool]:
     """Return what rank 0 raises from a wait for a peer that sends nothing, once its generation is over."""
     lane, threads = new_lane(), lane_threads()
+    lane.submit(partial(exchange, torch.zeros(world), torch.zeros(world), []))
+    lane.wait()  # both are connected
     outcome = ""
     interrupt.set_wait_callbacks(lambda: True, bool)
     try:
