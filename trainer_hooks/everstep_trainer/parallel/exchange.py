@@ -129,6 +129,9 @@ class Exchange:
     def __deepcopy__(self, memo: object) -> Exchange:
         return self  # a copied DistributedDataParallel registers no hook of its own
 
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()  # nor does one that torch.save has stored
+
     def submit(self, gradients: Sequence[LocalGradient]) -> bool:
         """Submit gradients of the running pass.
 

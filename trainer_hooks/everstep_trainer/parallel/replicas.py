@@ -278,7 +278,7 @@ class StepParallelism:
     def step_finished(self) -> None:
         if self._exact is not None:
             self._exact.step_finished()
-        if self._context.rank == 0 and (self._exchanges or self._exact is not None):
+        if self._context.rank == 0 and self._exchanges:
             self._waits.step_finished()
 
     def replicate(self, model: nn.Module, exact: bool, virtual_ranks: int | None, options: dict[str, Any]) -> nn.Module:
