@@ -172,6 +172,7 @@ class GenerationSession(TrainingSession):
     start_from: str = ""  # checkpoint on storage, used if nothing else is restorable; empty for none
     on_first_step: Callable[[], object] | None = None  # called once, after the first finished step was reported
     tally: RecoveryTally = field(default_factory=RecoveryTally)  # of the process, over all its generations
+    equal_moments: set[str] = field(default_factory=set)  # the same: optimizer state that ranks were seen to hold alike
 
     def __post_init__(self) -> None:
         self._spec = self.group.spec
@@ -216,6 +217,7 @@ class GenerationSession(TrainingSession):
             is_over=self._is_over,
             on_mismatch=self.report_mismatch,
             kind=compute_kind(self.group.device),
+            equal_moments=self.equal_moments,
         )
         self.progress.resume_from(step)
         self._restored_step = step

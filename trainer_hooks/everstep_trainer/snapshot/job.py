@@ -86,6 +86,7 @@ class SnapshotJob:
         self.was_copied = False
         self.filled: FilledSlot | None = None
         self.moment_digests: dict[str, str] | None = None  # if they are to be compared with other ranks'
+        self.needs_comparison = False  # before it counts, since ranks' optimizer state may differ
         self.parameter_digests: dict[ParameterKey, str] | None = None  # the same
         # known from the second snapshot on; also covers a pipeline stage's state that the scan cannot recognise
         share = self.sources.share

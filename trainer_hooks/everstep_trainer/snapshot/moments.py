@@ -11,7 +11,7 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import torch
@@ -42,7 +42,10 @@ class _MomentDigests(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False)
 class MomentComparison:
-    """One rank's part in one generation; for the copier thread."""
+    """One rank's part in one generation; for the copier thread.
+
+    ``_equal``: Names of tensors that were found equal, in this generation or an earlier one of this process.
+    """
 
     _store: Store
     _rank: int
@@ -51,6 +54,7 @@ class MomentComparison:
     _stop: threading.Event
     _is_over: Callable[[], bool]
     _log_fields: Mapping[str, object]
+    _equal: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._compared_round = -1
@@ -64,8 +68,15 @@ class MomentComparison:
         """Return whether the state is to be compared under the plan of this round."""
         return self._world > 1 and round_number > self._compared_round
 
-    def differing(self, round_number: int, step: int, digests: Mapping[str, str]) -> frozenset[str]:
-        """Return the names of tensors that differ between ranks after ``step``, on all ranks alike; once per plan."""
+    def are_known_equal(self, tensors: Sequence[TrackedTensor]) -> bool:
+        """Return whether other ranks are known to hold the same optimizer state; from any thread."""
+        return self._world == 1 or all(tensor.name in self._equal for tensor in compared_moments(tensors))
+
+    def differing(self, round_number: int, step: int, digests: Mapping[str, str]) -> frozenset[str] | None:
+        """Return the names of tensors that differ between ranks after ``step``, on all ranks alike; once per plan.
+
+        None: the generation ended before all ranks had published theirs.
+        """
         self._compared_round = round_number
         body = msgspec.msgpack.encode(_MomentDigests(step, dict(digests)))
         mine, prefix = content_digest(body), f"moments/{round_number}"
@@ -78,7 +89,7 @@ class MomentComparison:
             bodies = [decode_value(each, _MomentDigests) for each in self._poll([f"{prefix}/body/{o}" for o in others])]
         except Unavailable:
             log.info("optimizer state was not compared between ranks after step %d", step, extra=dict(self._log_fields))
-            return frozenset()
+            return None if self._stop.is_set() or self._is_over() else frozenset()
         found: dict[str, set[str]] = defaultdict(set)
         for each in (_MomentDigests(step, dict(digests)), *bodies):
             if each.step != step:  # ranks store other steps first, so that nothing can be compared
@@ -86,6 +97,7 @@ class MomentComparison:
             for name, digest in each.by_name.items():
                 found[name].add(digest)
         names = frozenset(name for name, values in found.items() if len(values) > 1)
+        self._equal |= found.keys() - names
         if names and self._rank == 0:
             self._warn(sorted(names), step)
         return names
@@ -106,13 +118,18 @@ class MomentComparison:
         )
 
 
-def moment_digests(tensors: Sequence[TrackedTensor]) -> dict[str, str]:
-    """Return digests of the optimizer state in plain tensors that is taken to be equal on all ranks. Waits for GPUs."""
-    plain = [
+def compared_moments(tensors: Sequence[TrackedTensor]) -> list[TrackedTensor]:
+    """Return the optimizer state in plain tensors that is taken to be equal on all ranks."""
+    return [
         tensor
         for tensor in tensors
         if tensor.is_moment and tensor.sharing is Sharing.EQUAL and not isinstance(tensor.original, DTensor)
     ]
+
+
+def moment_digests(tensors: Sequence[TrackedTensor]) -> dict[str, str]:
+    """Return digests of ``compared_moments``. Waits for GPUs."""
+    plain = compared_moments(tensors)
     host = [tensor for tensor in plain if not tensor.local.is_cuda]
     found = dict(zip((t.name for t in host), separate_digests([t.local for t in host]).tolist(), strict=True))
     digests = {name: f"{value & (1 << 64) - 1:016x}" for name, value in found.items()}

@@ -68,7 +68,8 @@ class Snapshotter:
     """Snapshots of one rank in one generation. ``send_report`` is called from another thread. Version ``restored`` is
     kept until two newer ones are sealed; without it, training starts after ``stored_step``. Once ``is_over``, errors
     from the store are not reported. ``on_mismatch`` is called from another thread with a copy that differs from what
-    was copied. ``kind``: what the rank computes with (``sdc.compute_kind``)."""
+    was copied. ``kind``: what the rank computes with (``sdc.compute_kind``). ``equal_moments``: names of optimizer
+    state that earlier generations found equal on all ranks; those of this one are added."""
 
     def __init__(
         self,
@@ -86,6 +87,7 @@ class Snapshotter:
         is_over: Callable[[], bool] = lambda: False,
         on_mismatch: Callable[[Mismatch], None] | None = None,
         kind: str = "",
+        equal_moments: set[str] | None = None,
     ) -> None:
         self._is_over, self._state = is_over, state
         self._copy_audit: CopyAudit | None = None
@@ -111,8 +113,9 @@ class Snapshotter:
         interval = 1 if options.candidates_only else options.interval
         self._pace = SnapshotPace(store, member.rank, interval, options.budget, contention)
         self._comparison = PythonStateComparison(store, member.rank, spec.world_size, self._log_fields)
+        known = set() if equal_moments is None else equal_moments
         self._moments = MomentComparison(
-            store, member.rank, spec.world_size, clock, self._stop, is_over, self._log_fields
+            store, member.rank, spec.world_size, clock, self._stop, is_over, self._log_fields, known
         )
         self._parameters = ParameterComparison(store, member.rank, clock, self._stop, is_over, kind, self._log_fields)
         self._stopwatch = StepStopwatch(self._pace.record_step if self._pace.fixed_interval is None else None, clock)
@@ -297,6 +300,8 @@ class Snapshotter:
         planned = None
         if job is not None and job.is_unchanged() and (self._has_searched or self._state.is_unchanged()):
             planned = self._plans.plan_for(job.scan)
+        if job is not None and not self._moments.are_known_equal(job.scan.tensors):
+            planned = None  # this rank's optimizer state must not stand for another's
         if job is None or planned is None or job.version.step < planned.since_step:
             self._release_lock()
             return
@@ -447,9 +452,11 @@ class Snapshotter:
             write_blob(payload, manifest, job.blob.data())
         if self._moments.is_due(planned.round_number) and (job.blocks_training or not sources.is_on_gpu):
             job.moment_digests = moment_digests(job.scan.tensors)
+            job.needs_comparison = not self._moments.are_known_equal(job.scan.tensors)
         if job.is_candidate and self._parameters.is_due and (job.blocks_training or not sources.is_on_gpu):
             job.parameter_digests = sources.parameter_digests(share)
-        view.mark_copied(slot)
+        if not job.needs_comparison:  # else the vault would seal it if this rank died now
+            view.mark_copied(slot)
         slot_digests = planned.slot_digests(copied.chunks)
         job.filled = FilledSlot(planned, slot, copied.digests, slot_digests, self._clock.monotonic() - began)
         job.copied.set()
@@ -464,8 +471,10 @@ class Snapshotter:
             return
         if job.moment_digests is not None:
             number = filled.planned.round_number
-            if own := self._moments.differing(number, job.version.step, job.moment_digests):
+            own = self._moments.differing(number, job.version.step, job.moment_digests)
+            if own:
                 self._state.store_per_rank(own)
+            if own or (own is None and job.needs_comparison):
                 view.discard(filled.slot)
                 return
         view.seal(filled.slot, filled.slot_digests)
@@ -499,7 +508,10 @@ class Snapshotter:
         return self._retention.slot_for_rescue(headers, self._pace.is_due)
 
     def _hold_lock(self, planned: ActivePlan) -> None:
-        """Tell the node's other ranks that this process may store its share, until the generation ends."""
+        """Tell the node's other ranks that this process may store its share, until the generation ends. Once: a file
+        that took the place of a held one would look free to a rank that had opened it before."""
+        if self._locks is not None:
+            return
         locks = StoringLocks(Path(planned.segment.path).parent, self._spec.number)
         try:
             locks.hold(self._member.local_rank)

@@ -103,7 +103,7 @@ class Worker:
         self._pid = os.getpid()
         self._directives = ReceivedDirectives()
         self._progress = StepProgress(settings.step_window)
-        self._tally = RecoveryTally()
+        self._tally, self._equal_moments = RecoveryTally(), set[str]()
         self._interrupter = Interrupter()
         injected_flip.accept_requests()
         backend = make_backend(settings.backend)
@@ -241,6 +241,7 @@ class Worker:
             start_from=self._start_from,
             on_first_step=self._note_imports,
             tally=self._tally,
+            equal_moments=self._equal_moments,
         )
         self._listener.on_versions = session.handle_versions
         self._membership.enter()
@@ -329,7 +330,9 @@ class Worker:
         if isinstance(failure, KeyboardInterrupt):
             raise failure
         at_boundary = isinstance(failure, Regroup) and not self._directives.is_generation_over(spec.number, -1)
-        communication, text, trace = is_communication_error(failure), describe_error(failure), full_traceback(failure)
+        communication, text = is_communication_error(failure), describe_error(failure)
+        is_own = not communication and not isinstance(failure, Regroup)
+        trace = full_traceback(failure) if is_own else ""  # reads source files, while other ranks wait
         if self._progress.had_no_step_left:
             text += explain_missing_step(failure)
         clear_frames(failure)

@@ -57,6 +57,23 @@ def test_different_steps_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> No
     assert not alone.is_due(0)
 
 
+def test_equal_state_is_known_from_then_on() -> None:
+    state, known, store = Rank(0).state, set[str](), HashStore()
+    digests = {"optimizer.model.weight.momentum_buffer": "1", "optimizer.model.bias.momentum_buffer": "2"}
+
+    def part(rank: int) -> MomentComparison:
+        return MomentComparison(store, rank, 2, SYSTEM_CLOCK, threading.Event(), bool, {}, known)
+
+    rank = Rank(0)
+    rank.step()
+    tensors = rank.state.tensors()
+    assert not part(0).are_known_equal(tensors)
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(lambda number: part(number).differing(0, 1, digests), range(2))] == [frozenset()] * 2
+    assert part(0).are_known_equal(tensors)
+    assert part(0).are_known_equal(state.tensors()), "no optimizer state yet"
+
+
 class Rank:
     """A replica whose optimizer divides updates by hand. If ``own``, the momentum differs from the other rank's."""
 
@@ -145,3 +162,34 @@ def test_equal_optimizer_state_is_shared_at_any_world_size(
         assert "differ between ranks" not in caplog.text
         (again,) = restored(client, 2, SEATS[:1])
         assert torch.equal(again.momentum(), ranks[0].momentum())
+
+
+@pytest.mark.promise("own-optimizer-state")
+@pytest.mark.parametrize("is_known", [False, True], ids=["first generation", "found equal earlier"])
+def test_generation_that_ends_before_the_comparison(program_forks: ForkPool, is_known: bool) -> None:
+    """Rank 1 dies before it has stored its first step, so the states of ranks were never compared."""
+    spec, store = generation(1, ranks=SEATS, spec=JOB_SPEC), HashStore()
+    known = {f"optimizer.model.{name}.momentum_buffer" for name in ("weight", "bias")} if is_known else set[str]()
+    with vaults(program_forks) as fleet:
+        vault = fleet.start("n1", "--scrub-interval-s", "0")
+        fleet.configure()
+        client = VaultClient(str(vault.run_dir / "vault.sock"))
+        ranks = [Rank(number) for number in range(WORLD)]
+        snapshotters = []
+        try:
+            for rank, member in zip(ranks, spec.roster, strict=True):
+                rank.step()  # all optimizer state is there
+                made = Snapshotter(client, rank.state, spec, member, store, lambda _: None, equal_moments=known)
+                snapshotters.append(made)
+            first = snapshotters[0]
+            first.begin(1)
+            assert first._last is not None
+            assert first._last.copied.wait(60)
+            first.close(finish=True, rescue_wait_s=0.0)
+            assert first._plans.current is not None
+            found = [header.version for _, header in first._plans.current.segment.view.complete_slots()]
+            assert found == ([Version(1, 1)] if is_known else [])
+        finally:
+            for snapshots in snapshotters[1:]:
+                snapshots.close(finish=False)
+            client.close()
