@@ -58,6 +58,9 @@ class LocalConnection(Protocol):
     def send(self, message: FromAgent) -> None: ...
     def kill(self) -> None: ...
     def close(self) -> None: ...
+    def handle_death(self, end: ProcessEnd) -> None:
+        """Read what the process sent before it ended, then end the connection: a process that it forked may hold it."""
+
     def process_state(self) -> str:
         """Return the kernel's state letter for the process (R, S, D, T, ...), or "" if it is gone."""
 
@@ -283,7 +286,8 @@ class LossReporter:
         """Handle the launcher's exit report, which may arrive before, with or after the end of the connection."""
         present = job.ranks.get(exited.local_rank)
         if present is not None and present.pid == exited.pid:
-            job.pending_exits[exited.pid] = exited  # its connection will end soon
+            job.pending_exits[exited.pid] = exited
+            present.connection.handle_death(ProcessEnd(exited.exit_code, exited.signal))
             return
         known = exited.pid in job.ended_processes
         loss = job.ended_processes.get(exited.pid)

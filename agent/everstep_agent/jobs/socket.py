@@ -234,7 +234,7 @@ class _Connection(asyncio.Protocol):
         assert self._transport is not None
         frame, sent = encode_frame(welcome), 0
         if for_rank:
-            notify = partial(_call_soon, asyncio.get_running_loop(), self._handle_death)
+            notify = partial(_call_soon, asyncio.get_running_loop(), self.handle_death)
             self._watch = open_watch(self._pid, self._pidfd, notify)
         if self._watch is not None:
             number = self._transport.get_extra_info("socket").fileno()
@@ -243,7 +243,7 @@ class _Connection(asyncio.Protocol):
                 sent = socket.send_fds(own, [frame], [self._watch.descriptor], socket.MSG_NOSIGNAL)
         self._transport.write(frame[sent:])
 
-    def _handle_death(self, end: ProcessEnd) -> None:
+    def handle_death(self, end: ProcessEnd) -> None:
         """Handle the death of the process, long before its connection ends if it has much memory."""
         if self._hello is None or self._transport is None or self._transport.is_closing():
             return

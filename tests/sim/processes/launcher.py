@@ -10,6 +10,7 @@ from everstep.wire.framing import SUPPORTED_VERSIONS
 from everstep.wire.v1.directives import KillRank, StopJob
 from everstep.wire.v1.local import ConnectionRole, Goodbye, Hello, RankExited
 from everstep.wire.v1.training import LauncherJoined
+from everstep_agent.jobs.local_processes import ProcessEnd
 from tests.sim.processes.rank import LOCAL_S, RankProcess
 
 if TYPE_CHECKING:
@@ -151,6 +152,9 @@ class Launcher:
         self.is_connected = False
         if self.is_alive:
             self.connect_soon()
+
+    def handle_death(self, end: ProcessEnd) -> None:
+        """Do nothing: the connection of a simulated process ends with it."""
 
     def process_state(self) -> str:
         return "S"

@@ -15,6 +15,7 @@ from everstep.wire.framing import SUPPORTED_VERSIONS
 from everstep.wire.v1.directives import StopJob, VersionNotice
 from everstep.wire.v1.local import ConnectionRole, Goodbye, Hello
 from everstep.wire.v1.training import CollectiveFailed, GenerationSpec, Member, RankFinished, Resumed, UserError
+from everstep_agent.jobs.local_processes import ProcessEnd
 from everstep_trainer.config import HookSettings
 from everstep_trainer.runtime.activity import MainThreadState
 from everstep_trainer.runtime.directives import DirectiveListener, GenerationMembership, ReceivedDirectives
@@ -182,6 +183,9 @@ class RankProcess:
         self.is_connected = False
         if self.is_alive:
             self.world.timeline.after(0.02, self._connect)
+
+    def handle_death(self, end: ProcessEnd) -> None:
+        """Do nothing: the connection of a simulated process ends with it."""
 
     def process_state(self) -> str:
         return "T" if self.is_stopped else "S"

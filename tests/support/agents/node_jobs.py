@@ -13,7 +13,7 @@ from everstep.vocabulary import GenerationReason
 from everstep.wire.v1.directives import KillRank, NewGeneration
 from everstep.wire.v1.local import ConnectionRole, Hello, RankExited, RankHeartbeat, WrongProduct
 from everstep.wire.v1.training import FindingRaised, GenerationSpec, Holder, JobSpec, LauncherJoined, RestoreRule
-from everstep_agent.jobs.local_processes import LocalJob
+from everstep_agent.jobs.local_processes import LocalJob, ProcessEnd
 from everstep_agent.jobs.registry import JobRegistry
 
 T = TypeVar("T")
@@ -50,6 +50,7 @@ class FakePeer:
         self.sent: list[Any] = []
         self.killed = False
         self.closed = False
+        self.end: ProcessEnd | None = None
         self.state = "S"
         self.cpu_share = 0.0
 
@@ -61,6 +62,9 @@ class FakePeer:
 
     def close(self) -> None:
         self.closed = True
+
+    def handle_death(self, end: ProcessEnd) -> None:
+        self.end = end
 
     def process_state(self) -> str:
         return self.state

@@ -27,6 +27,7 @@ from everstep.wire.v1.local import (
     FromAgent,
     Goodbye,
     Hello,
+    RankExited,
     RankHeartbeat,
     Welcome,
     WrongProduct,
@@ -291,6 +292,31 @@ def test_death_is_known_though_the_connection_is_open(run_dir: Path) -> None:
     run_story(story())
 
 
+def test_reaped_process_is_lost_though_its_child_lives(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a mutex, the launcher's report is the only sign while a child of the rank keeps the socket open."""
+    monkeypatch.setattr("everstep_agent.jobs.socket.open_watch", lambda *_: None)
+
+    async def story() -> None:
+        async with agent(run_dir) as node:
+            launcher = await node.launcher()
+            node.jobs.handle_directives([NewGeneration(spec=spec(1))])
+            rank = await node.rank(1, "fork")
+            assert rank.stdout is not None
+            child = int(await asyncio.to_thread(rank.stdout.readline))
+            try:
+                rank.kill()
+                await asyncio.to_thread(rank.wait)
+                await launcher.send(
+                    RankExited(local_rank=1, pid=rank.pid, exit_code=None, signal=signal.SIGKILL, has_replacement=True)
+                )
+                lost = await node.one(RankLost)
+                assert (lost.generation, lost.rank, lost.signal) == (1, 1, signal.SIGKILL)
+            finally:
+                os.kill(child, signal.SIGKILL)
+
+    run_story(story())
+
+
 def test_goodbye_counts_though_the_death_is_known_first(run_dir: Path) -> None:
     async def story() -> None:
         async with agent(run_dir) as node:
@@ -302,7 +328,7 @@ def test_goodbye_counts_though_the_death_is_known_first(run_dir: Path) -> None:
             await node.until(node.jobs.is_busy)
             (connection,) = node.server.connections
             client.writer.write(encode_frame(Goodbye(detail="done")))
-            connection._handle_death(ProcessEnd(signal=signal.SIGKILL))
+            connection.handle_death(ProcessEnd(signal=signal.SIGKILL))
             await node.until(lambda: not node.jobs.is_busy())
             await asyncio.sleep(0.01)
             assert node.reports == []
