@@ -186,7 +186,7 @@ class SnapshotPace:
         self._done: set[tuple[str, int]] = set()
         self._has_warned = False
         self.are_cores_full = False
-        """Whether training waited for cores in the last window; False with a ``fixed_interval``."""
+        """Whether training waited for cores in the last window."""
 
     def interval_at(self, step: int) -> int:
         """Return the number of steps between regular snapshots at ``step``."""
@@ -202,18 +202,19 @@ class SnapshotPace:
 
     def end_step(self, step: int) -> None:
         """Record that ``step`` is finished, before its snapshot begins."""
-        if self.fixed_interval is not None or step // PACE_WINDOW == self._window:
+        if step // PACE_WINDOW == self._window:
             return
-        wanted = self._wanted_interval(self.interval_at(step))
-        self._wanted_intervals = {} if wanted is None else {step // PACE_WINDOW: wanted}
         self._window = step // PACE_WINDOW
+        self.are_cores_full = self._contention is not None and self._contention.is_crowded()
+        if self.fixed_interval is None:
+            wanted = self._wanted_interval(self.interval_at(step))
+            self._wanted_intervals = {} if wanted is None else {self._window: wanted}
 
     def _wanted_interval(self, current: int) -> int | None:
         """Return what the steps of the last window call for, and forget them; None if none had a snapshot."""
         steps, self._steps = self._steps, []
         copies, self._copies = self._copies, []
         beside, self._beside_s = self._beside_s, []
-        self.are_cores_full = self._contention is not None and self._contention.is_crowded()
         stored = [each for each in steps if each.blocked_s is not None]
         if not stored:
             return None
@@ -278,8 +279,9 @@ class SnapshotPace:
         else:
             self._has_warned = True
             log.warning(
-                "a snapshot every %d steps from step %d: one of each step would take over %.3g %% of the time. The "
-                "loss of a node, or of a rank during an update, may then repeat up to %d finished steps; "
+                "a snapshot every %d steps from step %d: with one of each step, snapshots and the other work of the "
+                "hooks would take over %.3g %% of the time. The loss of a node, or of a rank during an update, may "
+                "then repeat up to %d finished steps; "
                 "run.track(snapshot_every=1) stores each step, "
                 "snapshot_budget= is the share of the time",
                 every,

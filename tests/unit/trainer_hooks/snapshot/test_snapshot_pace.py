@@ -93,9 +93,10 @@ def test_pace_follows_the_slowest_rank_and_recovers(
             range(6 * PACE_WINDOW, 7 * PACE_WINDOW)
         )
     assert [record.getMessage() for record in caplog.records] == [
-        f"a snapshot every 3 steps from step {2 * PACE_WINDOW}: one of each step would take over 10 % of the time. "
-        "The loss of a node, or of a rank during an update, may then repeat up to 2 finished steps; "
-        "run.track(snapshot_every=1) stores each step, snapshot_budget= is the share of the time",
+        f"a snapshot every 3 steps from step {2 * PACE_WINDOW}: with one of each step, snapshots and the other work of "
+        "the hooks would take over 10 % of the time. The loss of a node, or of a rank during an update, may then "
+        "repeat up to 2 finished steps; run.track(snapshot_every=1) stores each step, snapshot_budget= is the share of "
+        "the time",
         f"a snapshot of each step again, from step {6 * PACE_WINDOW}",
     ]
 
@@ -114,6 +115,16 @@ def test_a_later_pace_is_no_warning_again(caplog: pytest.LogCaptureFixture) -> N
 @pytest.fixture
 def kernel(tmp_path: Path) -> SchedulerStatistics:
     return SchedulerStatistics(tmp_path)
+
+
+@pytest.mark.parametrize("waited", [0.0, 0.5])
+def test_full_cores_are_known_with_a_fixed_interval(kernel: SchedulerStatistics, waited: float) -> None:
+    contention = CoreContention(4, kernel.clock, cores=2, statistics=kernel.path)
+    pace = SnapshotPace(HashStore(), 0, 1, contention=contention)
+    for step in range(1, 2 * PACE_WINDOW):
+        kernel.pass_time(1.0, waited)
+        pace.end_step(step)
+    assert pace.are_cores_full is (waited > 0)
 
 
 def stored_steps(
