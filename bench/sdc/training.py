@@ -340,9 +340,9 @@ class Training:
         """Return how many statements all ranks have made, the digest of each rank's parameters, and how many of the
         next steps the fault leaves alone."""
         mine = torch.stack([torch.tensor(statements), self._digest.enqueue(), torch.tensor(idle_steps)])
-        everybodys = mine.new_empty(self.world * len(mine))
-        all_gather(everybodys, mine)
-        numbers, digests, idle = everybodys.view(self.world, -1).unbind(1)
+        of_all_ranks = mine.new_empty(self.world * len(mine))
+        all_gather(of_all_ranks, mine)
+        numbers, digests, idle = of_all_ranks.view(self.world, -1).unbind(1)
         return int(numbers.sum()), digests.tolist(), int(idle.max())
 
 

@@ -52,8 +52,8 @@ class SlurmNode(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_unschedulable(self) -> bool:
-        by_somebody = bool(self.reason) and not self.is_ours and not SLURM_REASONS.match(self.reason)
-        return bool(self.states & UNSCHEDULABLE_STATES) or ("DOWN" in self.states and by_somebody)
+        by_operator = bool(self.reason) and not self.is_ours and not SLURM_REASONS.match(self.reason)
+        return bool(self.states & UNSCHEDULABLE_STATES) or ("DOWN" in self.states and by_operator)
 
     @property
     def is_ours(self) -> bool:

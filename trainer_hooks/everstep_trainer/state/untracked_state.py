@@ -51,9 +51,9 @@ class ReplicaSync:
             tensors = [tensor for tensor in replicated_tensors(model, ignored) if id(tensor) not in restored]
             if tensors:
                 own = WeightedDigest(tensors).enqueue().reshape(1)
-                everybodys = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-                dist.all_gather(everybodys, own, group=group)
-                if len(set(torch.cat(everybodys).tolist())) > 1:
+                digests = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+                dist.all_gather(digests, own, group=group)
+                if len(set(torch.cat(digests).tolist())) > 1:
                     broadcast_first_rank(tensors, group)
 
 

@@ -188,13 +188,17 @@ def _name_work(working: Mapping[Rank, StalledRank], waiting: Collection[Rank], s
     doing = dict.fromkeys(stalled.doing for stalled in working.values() if stalled.doing)
     what = f" ({', '.join(list(doing)[:3])})" if doing else ""
     works = "works alone" if len(working) == 1 else "work"
-    wait = "waits" if len(waiting) == 1 else "wait"
     return StallNotice(
         key=f"works {sorted(working)}",
         since=since,
-        text=f"{rank_ranges(working)} {works}{where} for {{time}}{what}; {rank_ranges(waiting)} {wait}",
+        text=f"{rank_ranges(working)} {works}{where} for {{time}}{what}; {_name_waiting(waiting)}",
         ranks=tuple(working),
     )
+
+
+def _name_waiting(ranks: Collection[Rank], *, still: str = "") -> str:
+    """Return such as ``ranks 0-2 wait``, or ``ranks 0-2 still wait``."""
+    return f"{rank_ranges(ranks)} {still}{'waits' if len(ranks) == 1 else 'wait'}"
 
 
 def _name_call(stall: JobStall, rank: Rank, stalled: StalledRank) -> StallNotice:
@@ -216,7 +220,7 @@ def _some_block_others(stall: JobStall, hung: Mapping[Rank, StalledRank]) -> Dec
     """Replace the rank for which others wait in collectives, once it has stood still for long enough."""
     due = max(map(stall.hung_at, hung))
     waiting = [rank for rank in stall.stalled if rank not in hung]
-    wait = f"{rank_ranges(waiting)} {'waits' if len(waiting) == 1 else 'wait'}"
+    wait = _name_waiting(waiting)
     exhausted = [rank for rank in hung if stall.is_exhausted(rank)]
     if stall.now >= due and not exhausted:
         blocked = f"{_describe_all(hung, stall.now)}; {wait}"
@@ -345,11 +349,10 @@ def _others_returned(stall: JobStall) -> Decision:
         return _wait_and_name(stall, due, notice_s)
     early = [rank for rank, count in stall.returned.items() if is_missed and count == min(known)]
     early = early or list(stall.returned)
-    wait = "waits" if len(stall.stalled) == 1 else "wait"
-    wait += f" for {'it' if len(early) == 1 else 'them'}" if is_certain else ""
+    awaited = f" for {'it' if len(early) == 1 else 'them'}" if is_certain else ""
     idle = "" if is_certain or transfers else ", and none works"
     return Fail(
-        f"{ranks_named(early)} returned from the training function, and {rank_ranges(stall.stalled)} {wait} in "
+        f"{ranks_named(early)} returned from the training function, and {_name_waiting(stall.stalled)}{awaited} in "
         f"{_where_all(stall.stalled)}{idle}. All ranks must run the same steps to their end: let all of them decide "
         "alike before a step begins, for example on run.mean(loss)"
     )
@@ -362,7 +365,7 @@ def _wait_and_name(stall: JobStall, due: float, notice_s: float) -> Wait:
         return Wait(min(due, since + notice_s))
     is_limit = due >= max(stall.limit_at(stalled) for stalled in stall.stalled.values())
     left = f"{ranks_named(list(stall.returned))} {'has' if len(stall.returned) == 1 else 'have'} left"
-    waiting = f"{rank_ranges(stall.stalled)} still {'waits' if len(stall.stalled) == 1 else 'wait'}"
+    waiting = _name_waiting(stall.stalled, still="still ")
     due_s = format_duration(due - max(stalled.activity_since for stalled in stall.stalled.values()))
     text = (
         f"{left} the training function; {waiting} in {_where_all(stall.stalled)} for {{time}}. The job ends after "

@@ -134,7 +134,7 @@ def test_nvml_recovery_action_makes_a_finding_until_cleared() -> None:
 
 
 @pytest.mark.parametrize("number", [8, 99, 0xFFFFFFFF])
-def test_unknown_recovery_action_warns_and_evicts_nobody(number: int) -> None:
+def test_unknown_recovery_action_warns_without_eviction(number: int) -> None:
     """A newer driver may have a mild action of that number, and a broken field answers with all bits set."""
     judge = TimedAssessor()
     judge.lines(f"NVRM: Xid (PCI:{BUS}): 13, pid=1, Graphics Exception")

@@ -113,7 +113,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_futex
-def test_killed_process_is_dead_though_nobody_reaps_it(watched: WatchedProcess) -> None:
+def test_killed_process_is_dead_before_it_is_reaped(watched: WatchedProcess) -> None:
     watched.start()
     watched.process.kill()
     assert watched.wait_for_death() in ENDED

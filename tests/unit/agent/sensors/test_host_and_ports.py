@@ -198,7 +198,7 @@ def test_file_systems_without_limits_are_not_full(
     assert sensor.poll() == (PathSample(path="/", free_fraction=free, free_inode_fraction=free_inodes),)
 
 
-def test_vault_counts_as_nobody_in_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_vault_files_do_not_fill_shared_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tree(tmp_path, **{"self/mounts": f"tmpfs {tmp_path} tmpfs rw 0 0\n", "vault/job/slot": "x" * (980 * 4096)})
     monkeypatch.setattr("everstep_agent.sensors.host.SHARED_MEMORY", str(tmp_path))
     monkeypatch.setattr(os, "statvfs", lambda path: SimpleNamespace(**SPACE | {"f_bavail": 10}))

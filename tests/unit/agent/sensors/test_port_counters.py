@@ -217,7 +217,7 @@ HARMLESS = [
 
 
 @pytest.mark.parametrize("event", HARMLESS, ids=lambda event: event.__name__)
-def test_harmless_counts_alarm_nobody(node: Counted, event: Callable[[Counted], None]) -> None:
+def test_harmless_counts_raise_no_alarm(node: Counted, event: Callable[[Counted], None]) -> None:
     event(node)
     node.poll(3 * COUNTERS_EVERY)
     assert node.alarming() == set()

@@ -205,7 +205,7 @@ HARMLESS = [
 
 
 @pytest.mark.parametrize("event", HARMLESS, ids=lambda event: event.__name__)
-def test_harmless_event_accuses_nobody(node: Watched, event: Callable[[PortTree], Undo]) -> None:
+def test_harmless_event_accuses_no_port(node: Watched, event: Callable[[PortTree], Undo]) -> None:
     undo = event(node.tree)
     node.watch(EVENT_POLLS)
     undo()
@@ -277,7 +277,7 @@ def test_device_that_left_the_bus_is_gone(node: Watched) -> None:
     assert node.active() == {("port-gone", "mlx5_0/1")}
 
 
-def test_link_loss_between_polls_is_told_and_harms_nobody(node: Watched) -> None:
+def test_link_loss_between_polls_only_informs(node: Watched) -> None:
     count_link_loss(node, 1)
     node.poll(12)
     assert node.active() == {("port-link-lost", "mlx5_0/1")}

@@ -195,7 +195,7 @@ def _planned(fleet: CoreFleet, starts_in_s: float, lasts_s: float, **subject: st
     fleet.order(OperatorAction.MAINTENANCE, starts_at=starts_at, until=starts_at + lasts_s, **subject)
 
 
-def _everybody(fleet: CoreFleet, seconds: float) -> None:
+def _advance_all(fleet: CoreFleet, seconds: float) -> None:
     fleet.advance(seconds, *fleet.state.nodes)
 
 
@@ -206,7 +206,7 @@ def test_maintenance_cancel_affects_only_the_named_rack() -> None:
     for rack in ("A", "B"):
         _planned(fleet, 30.0, 60.0, rack=rack)
     fleet.order(OperatorAction.CANCEL_MAINTENANCE, rack="A")
-    _everybody(fleet, 31.0)
+    _advance_all(fleet, 31.0)
     assert (fleet.node_state("n1"), fleet.node_state("n2")) == (NodeState.HEALTHY, NodeState.HELD)
 
 
@@ -217,7 +217,7 @@ def test_maintenance_missed_by_controller_starts_late_or_never() -> None:
     _planned(fleet, 10.0, 20.0, node="n3")
     fleet.now += 60.0
     fleet.restart()
-    _everybody(fleet, 1.0)
+    _advance_all(fleet, 1.0)
     assert (fleet.node_state("n2"), fleet.node_state("n3")) == (NodeState.HELD, NodeState.HEALTHY)
     assert [window.node for window in fleet.state.fleet.maintenance_windows] == ["n2"]
 
@@ -227,10 +227,10 @@ def test_planned_maintenance_waits_for_database() -> None:
     fleet.start(3)
     _planned(fleet, 10.0, 100.0, node="n2")
     fleet.feed(DatabaseAvailabilityChanged(is_unavailable=True, reason="disk full"))
-    _everybody(fleet, 20.0)
+    _advance_all(fleet, 20.0)
     assert fleet.node_state("n2") is NodeState.HEALTHY
     fleet.feed(DatabaseAvailabilityChanged(is_unavailable=False))
-    _everybody(fleet, 2.0)
+    _advance_all(fleet, 2.0)
     assert fleet.node_state("n2") is NodeState.HELD
 
 

@@ -153,10 +153,10 @@ def _refuse_differences(virtual_ranks: int, parameters: list[nn.Parameter]) -> N
     """Raise ValueError if ranks differ, including in their number of threads, on which a CPU's sums depend."""
     device = parameters[0].device if parameters else torch.device("cpu")
     own = torch.tensor([virtual_ranks, torch.get_num_threads(), sum(p.numel() for p in parameters)], device=device)
-    everybodys = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(everybodys, own)
+    of_all_ranks = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_all_ranks, own)
     for place, label in enumerate(("virtual ranks", "threads (torch.set_num_threads)", "trained parameters")):
-        found = [int(values[place]) for values in everybodys]
+        found = [int(values[place]) for values in of_all_ranks]
         if len(set(found)) > 1:
             raise ValueError(f"ranks differ in the number of {label}: {found}. Exact mode needs them equal")
 
