@@ -125,6 +125,8 @@ class Exchange:
         self._next = 0  # the first bucket of the pass that was not exchanged
         self._lane: Lane = make_lane(group, parameters[0].device, CollectiveTimer(on_wait))
         self._memory = Memory(), Memory()  # a bucket's exchange begins while the sums of the one before are sent
+        if parameters[0].device.type == "cpu":
+            self._reserve_slices(parameters, indices)
 
     def __deepcopy__(self, memo: object) -> Exchange:
         return self  # a copied DistributedDataParallel registers no hook of its own
@@ -163,6 +165,14 @@ class Exchange:
     def close(self) -> None:
         """End the exchange, whatever it waits for."""
         self._lane.close()
+
+    def _reserve_slices(self, parameters: Sequence[torch.Tensor], indices: Sequence[Sequence[int]]) -> None:
+        """Reserve the largest memory that buckets need, in the training thread. After a regroup it consists of pages
+        that the last model has touched; a new thread would touch new ones, in a step that all ranks wait for."""
+        ranks = self._lane.world_size
+        for number, of_bucket in enumerate(indices):
+            count = slice_sizes(sum(parameters[at].numel() for at in of_bucket), ranks)[0]
+            self._memory[number % 2].get("slices", parameters[of_bucket[0]], count * ranks)
 
     def _begin_pass(self) -> None:
         self._next = 0
