@@ -7,7 +7,6 @@ import logging
 import multiprocessing
 import os
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,6 +18,7 @@ from everstep.system_clock import SYSTEM_CLOCK
 from everstep_trainer.config import HookSettings
 from everstep_trainer.launch.assignment import (
     TORCHRUN_SCRIPT_VARIABLE,
+    WorkerAssignment,
     current_assignment,
     leave_environment,
     parent_rank,
@@ -30,6 +30,7 @@ from everstep_trainer.runtime.abort import make_backend
 from everstep_trainer.runtime.process_group import device_for
 from everstep_trainer.session.generation_session import TrainingSession
 from everstep_trainer.worker.rank_worker import TrainingFunction, Worker
+from everstep_trainer.worker.warm_up import warm_up_tracking
 
 log = logging.getLogger(__name__)
 
@@ -74,8 +75,7 @@ def main(train: TrainingFunction, *, settings: HookSettings | None = None, clock
                 "set"
             )
             dist.destroy_process_group()
-        local_rank = wait_for_local_rank()
-        Worker(msgspec.structs.replace(assignment, local_rank=local_rank), settings, clock).run(train)
+        _run_worker(train, assignment, settings, clock)
     elif dist.is_available() and dist.is_initialized():
         nccl = torch.cuda.is_available() and "nccl" in str(dist.get_backend_config())
         _run_in_group(train, torch.device("cuda", torch.cuda.current_device()) if nccl else torch.device("cpu"))
@@ -85,6 +85,17 @@ def main(train: TrainingFunction, *, settings: HookSettings | None = None, clock
         _run_under_torchrun(train, settings)
     else:
         _run_alone(train, 0)
+
+
+def _run_worker(train: TrainingFunction, assignment: WorkerAssignment, settings: HookSettings, clock: Clock) -> None:
+    if assignment.local_rank is not None:
+        local_rank = wait_for_local_rank()  # first: tells the launcher that the script has come this far
+        worker = Worker(assignment, settings, clock)
+    else:  # a standby does all it can before it is needed
+        worker = Worker(assignment, settings, clock)
+        warm_up_tracking()
+        local_rank = wait_for_local_rank()
+    worker.run(train, local_rank)
 
 
 def _check(train: TrainingFunction) -> None:

@@ -90,14 +90,18 @@ def _end_child(failure: BaseException | None) -> None:
 
 
 class Worker:
-    """The process of one rank, for the main thread; the local rank in ``assignment`` is known."""
+    """The process of one rank, for the main thread. A standby makes it before it waits for its local rank."""
 
-    _welcome: Welcome  # the agent's answer; set when ``run`` begins
+    # set when ``run`` begins
+    _local_rank: int
+    _connection: AgentConnection
+    _welcome: Welcome  # the agent's answer
+    _timeline: PhaseTimeline
+    _imports: ImportRecorder | None
 
     def __init__(self, assignment: WorkerAssignment, settings: HookSettings, clock: Clock) -> None:
-        assert assignment.local_rank is not None
+        self._assignment = assignment
         self._job = assignment.job
-        self._local_rank = assignment.local_rank
         self._start_from = assignment.start_from
         self._settings, self._clock = settings, clock
         self._pid = os.getpid()
@@ -117,26 +121,26 @@ class Worker:
         self._listener = DirectiveListener(
             self._directives, self._membership, self._progress, lambda m: self._connection.send(m), settings, clock
         )
-        role, local_rank = ConnectionRole.RANK, assignment.local_rank
-        hello = Hello(protocols=SUPPORTED_VERSIONS, role=role, job=self._job, pid=self._pid, local_rank=local_rank)
-        self._connection = AgentConnection(
-            assignment.agent_socket, hello, self._listener, settings, clock, random.random
-        )
-        self._timeline = PhaseTimeline(assignment.started_at)
-        if assignment.started_at is not None:
-            self._timeline.end("start")
-        folder = cache_folder(os.environ)
-        self._imports = None if folder is None else ImportRecorder(folder, assignment.local_rank)
         self._vault: VaultClient | None = None
         self._unattributed = UnattributedFailures(settings.max_unattributed_failures)
         self._generations_entered = 0
         self._script_modules: list[ModuleType] = []
 
-    def run(self, train: TrainingFunction) -> None:
-        """Take part in generation after generation until the job is stopped; return if it ended well. ``sys.exit()`` in
-        the training function counts as a return; with another status it is an error. Raises SystemExit with status 1,
-        Unavailable if no agent answers at the start, and the training function's KeyboardInterrupt."""
-        self._welcome = self._connection.start(self._settings.agent_connect_timeout_s)
+    def run(self, train: TrainingFunction, local_rank: int | None = None) -> None:
+        """Take part in generation after generation until the job is stopped; return if it ended well.
+
+        ``sys.exit()`` in the training function counts as a return; with another status it is an error.
+
+        Args:
+            train: The training function.
+            local_rank: That of a standby, which its assignment lacks.
+
+        Raises:
+            SystemExit: With status 1, the job was stopped because of an error.
+            Unavailable: No agent answers at the start.
+            KeyboardInterrupt: The training function's.
+        """
+        self._connect_agent(self._assignment.local_rank if local_rank is None else local_rank)
         gc.freeze()  # imports are not garbage: a collection between generations then costs microseconds
         detail = "failed"
         try:
@@ -147,6 +151,20 @@ class Worker:
             if self._vault is not None:
                 self._vault.close()
             self._connection.close(detail)
+
+    def _connect_agent(self, local_rank: int | None) -> None:
+        assert local_rank is not None
+        self._local_rank = local_rank
+        self._timeline = PhaseTimeline(self._assignment.started_at)
+        if self._assignment.started_at is not None:
+            self._timeline.end("start")
+        folder = cache_folder(os.environ)
+        self._imports = None if folder is None else ImportRecorder(folder, local_rank)
+        role = ConnectionRole.RANK
+        hello = Hello(protocols=SUPPORTED_VERSIONS, role=role, job=self._job, pid=self._pid, local_rank=local_rank)
+        path, settings = self._assignment.agent_socket, self._settings
+        self._connection = AgentConnection(path, hello, self._listener, settings, self._clock, random.random)
+        self._welcome = self._connection.start(settings.agent_connect_timeout_s)
 
     def _connect_vault(self) -> VaultClient:
         """Return the connection to the vault, made when something is first tracked and kept for the process's life."""
