@@ -126,7 +126,7 @@ class Exchange:
         self._lane: Lane = make_lane(group, parameters[0].device, CollectiveTimer(on_wait))
         self._memory = Memory(), Memory()  # a bucket's exchange begins while the sums of the one before are sent
         if parameters[0].device.type == "cpu":
-            self._reserve_slices(parameters, indices)
+            self._allocate_slices(parameters, indices)
 
     def __deepcopy__(self, memo: object) -> Exchange:
         return self  # a copied DistributedDataParallel registers no hook of its own
@@ -166,9 +166,9 @@ class Exchange:
         """End the exchange, whatever it waits for."""
         self._lane.close()
 
-    def _reserve_slices(self, parameters: Sequence[torch.Tensor], indices: Sequence[Sequence[int]]) -> None:
-        """Reserve the largest memory that buckets need, in the training thread. After a regroup it consists of pages
-        that the last model has touched; a new thread would touch new ones, in a step that all ranks wait for."""
+    def _allocate_slices(self, parameters: Sequence[torch.Tensor], indices: Sequence[Sequence[int]]) -> None:
+        """Allocate the memory that the largest buckets need, in the training thread. After a regroup it gets pages that
+        the last model has touched. A new thread would touch new ones, in a step that all ranks wait for."""
         ranks = self._lane.world_size
         for number, of_bucket in enumerate(indices):
             count = slice_sizes(sum(parameters[at].numel() for at in of_bucket), ranks)[0]

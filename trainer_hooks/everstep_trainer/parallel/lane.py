@@ -112,9 +112,9 @@ _connections: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, Any]] = wea
 by leaving the training function inside a step, would otherwise look like a lost one to those that wait for it."""
 
 
-class _LookingStore(Store):
-    """A store that looks for a key again and again. A wait in C++ would keep the training thread from the connection
-    that both use, and could not be ended."""
+class _PollingStore(Store):
+    """A store whose waits look for a key again and again. A wait in C++ could not be ended, and would keep the training
+    thread from the connection that both use."""
 
     def __init__(self, store: Store, stop: threading.Event, is_over: Callable[[], bool], timeout_s: float) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class GlooCommunicator:
         self._number = len(self._of_group)  # ranks make the lanes of a group in one order
         self._of_group[self._number] = None
         store = PrefixStore(f"everstep-lanes/{self._number}", dist.distributed_c10d._get_process_group_store(group))
-        self._store = _LookingStore(store, stop, interrupt.is_generation_over, self._timeout.total_seconds())
+        self._store = _PollingStore(store, stop, interrupt.is_generation_over, self._timeout.total_seconds())
         self._gloo: Any = None
 
     def connect(self) -> None:
