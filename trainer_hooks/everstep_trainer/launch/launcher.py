@@ -13,6 +13,7 @@ import signal
 import socket
 from collections import deque
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -24,6 +25,7 @@ from everstep.vocabulary import GenerationReason
 from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob
 from everstep.wire.v1.local import RankExited
 from everstep.wire.v1.training import EarlierRun, JobSpec, LauncherJoined, LauncherLeaving
+from everstep_trainer.launch.daemon_call import call_in_daemon
 from everstep_trainer.launch.earlier_run import describe_start, find_earlier_run
 from everstep_trainer.launch.forking.fork_client import ForkServerLost
 from everstep_trainer.launch.forking.fork_messages import Exited, Forked, ForkServerReady
@@ -38,6 +40,7 @@ from everstep_trainer.launch.services.fleet_access import FleetAccess
 from everstep_trainer.launch.services.job_rendezvous import (
     LOOPBACK,
     Endpoint,
+    claim_job,
     collective_environment,
     meet,
     rendezvous_host,
@@ -174,10 +177,12 @@ async def launch(
     async with contextlib.AsyncExitStack() as stack:
         state_dir, labels = prepare_state_dir(options.directories.state_dir, environ), dict[int, str]()
         output = stack.enter_context(copying_output(options, state_dir, clock, labels))
-        earlier = await asyncio.to_thread(find_earlier_run, options)
+        if options.agent_socket is not None:
+            stack.enter_context(claim_job(options.agent_socket, options.job))
+        earlier = await call_in_daemon(partial(find_earlier_run, options))
         network, own_address = None, options.rendezvous.local_addr
         if options.meets_at_endpoint:
-            network = await asyncio.to_thread(meet, options, state_dir, stack)
+            network = await call_in_daemon(partial(meet, options, state_dir, stack))
             own_address = network.address
             environ = {**environ, **collective_environment(own_address, environ)}
         segment_dir, display = options.directories.segment_dir, options.display

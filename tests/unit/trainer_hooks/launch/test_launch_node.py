@@ -29,20 +29,29 @@ def test_single_node_uses_loopback_or_the_given_address() -> None:
 
 
 @pytest.mark.parametrize(
-    ("by_name", "by_route", "expected"),
+    ("by_name", "by_route", "by_route6", "by_name6", "expected"),
     [
-        ("10.0.0.5", "10.9.9.9", "10.0.0.5"),
-        ("127.0.1.1", "10.9.9.9", "10.9.9.9"),
-        (None, "10.9.9.9", "10.9.9.9"),
-        ("127.0.1.1", None, "127.0.0.1"),
+        ("10.0.0.5", "10.9.9.9", "fd00::9", "fd00::5", "10.0.0.5"),
+        ("127.0.1.1", "10.9.9.9", "fd00::9", "fd00::5", "10.9.9.9"),
+        (None, "10.9.9.9", None, None, "10.9.9.9"),
+        ("127.0.1.1", None, "fd00::9", "fd00::5", "fd00::9"),
+        (None, None, None, "fd00::5", "fd00::5"),
+        ("127.0.1.1", None, None, "::1", "127.0.0.1"),
     ],
 )
 def test_several_nodes_use_a_reachable_rendezvous_address(
-    monkeypatch: pytest.MonkeyPatch, by_name: str | None, by_route: str | None, expected: str
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    by_name: str | None,
+    by_route: str | None,
+    by_route6: str | None,
+    by_name6: str | None,
+    expected: str,
 ) -> None:
-    monkeypatch.setattr(job_rendezvous, "_by_name", lambda: by_name)
-    monkeypatch.setattr(job_rendezvous, "_source_address", lambda host, port: by_route)
+    monkeypatch.setattr(job_rendezvous, "_by_name", {socket.AF_INET: by_name, socket.AF_INET6: by_name6}.get)
+    monkeypatch.setattr(job_rendezvous, "_source_address", lambda host, port: by_route6 if ":" in host else by_route)
     assert rendezvous_host(None, several_nodes=True) == expected
+    assert ("--local-addr" in caplog.text) is (expected == "127.0.0.1")
 
 
 def test_address_of_another_machine_is_refused_with_advice() -> None:

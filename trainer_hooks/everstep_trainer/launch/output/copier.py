@@ -202,12 +202,20 @@ class OutputCopier:
     def _open(self, serial: int, target: OutputStream, kind: str) -> int:
         reading, writing = _make_pair(-1 if self._is_line_wise else target.descriptor)
         os.set_blocking(reading, False)
-        raw = None
-        if self._log_dir is not None:
-            raw = RawFile((self._log_dir / f"worker-{serial}.{kind}").open("ab", buffering=0))
-        channel = Channel(serial, reading, target, raw)
+        channel = Channel(serial, reading, target, self._open_raw(f"worker-{serial}.{kind}"))
         self._order(lambda: self._selector.register(reading, selectors.EVENT_READ, channel) and None)
         return writing
+
+    def _open_raw(self, name: str) -> RawFile | None:
+        """Open a file in ``log_dir``, which may have been removed; a replacement is started even without it."""
+        if self._log_dir is None:
+            return None
+        try:
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+            return RawFile((self._log_dir / name).open("ab", buffering=0))
+        except OSError as error:
+            log.warning("--log-dir: the output of a process is not kept: cannot write %s: %s", name, error)
+            return None
 
     # --- of the copier's thread ---------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ import fcntl
 import hashlib
 import hmac
 import ipaddress
+import logging
 import os
 import re
 import secrets
@@ -36,6 +37,8 @@ from everstep.host.agent_places import local_node_name
 from everstep.host.private_files import make_private_directories, write_private
 from everstep.ids import check_name
 from everstep_trainer.launch.options import LaunchOptions, RendezvousSettings
+
+log = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 DEFAULT_PORT = 29400  # torchrun's, of an endpoint without one
@@ -130,6 +133,25 @@ def claim_endpoint(endpoint: Endpoint, node_rank: int | None) -> socket.socket |
     return claim
 
 
+def claim_job(agent_socket: str, job: str) -> socket.socket:
+    """Return a claim to a job's ranks on this node, to be held while the launcher runs.
+
+    A second launcher would take each rank's place at the agent, and the first one's ranks would take it back. Raises
+    ConfigurationError if another launcher has the claim.
+    """
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    # Hashed, as such a name has at most 107 bytes. In the abstract namespace, which ends with the process.
+    name = hashlib.sha256(f"{Path(agent_socket).absolute()}\0{job}".encode(errors="surrogateescape")).hexdigest()
+    try:
+        claim.bind(f"\0everstep/launcher/{name}")
+    except OSError:
+        claim.close()
+        raise ConfigurationError(
+            f"another launcher of job {job} runs on this node: wait for its end or end it, or give another --job"
+        ) from None
+    return claim
+
+
 def _is_own_address(address: str) -> bool:
     with socket.socket(_family(address), socket.SOCK_STREAM) as probe:
         try:
@@ -154,10 +176,17 @@ def rendezvous_host(local_addr: str | None, *, several_nodes: bool) -> str:
     """
     if local_addr is not None or not several_nodes:
         return local_addr or LOOPBACK
-    candidates = (_by_name(), _source_address("192.0.2.1", 9))  # RFC 5737: an address that no machine has
-    return next(
-        (candidate for candidate in candidates if candidate is not None and not _is_loopback(candidate)), LOOPBACK
+    # RFC 5737 and RFC 3849: addresses that no machine has
+    routes = (_source_address(host, 9) for host in ("192.0.2.1", "2001:db8::1"))
+    for candidate in (_by_name(socket.AF_INET), *routes, _by_name(socket.AF_INET6)):
+        if candidate is not None and not _is_loopback(candidate):
+            return candidate
+    log.warning(
+        "ranks meet at %s, since this host has no other address by its name or its routes: give the address that the "
+        "job's other nodes reach with --local-addr",
+        LOOPBACK,
     )
+    return LOOPBACK
 
 
 def _own_address(endpoint: Endpoint, addresses: Iterable[str], *, is_first: bool) -> str | None:
@@ -170,11 +199,12 @@ def _own_address(endpoint: Endpoint, addresses: Iterable[str], *, is_first: bool
     return reachable[0] if is_first else _source_address(reachable[0], endpoint.port)
 
 
-def _by_name() -> str | None:
+def _by_name(family: socket.AddressFamily) -> str | None:
     try:
-        return socket.gethostbyname(socket.gethostname())
+        found = socket.getaddrinfo(socket.gethostname(), None, family, socket.SOCK_STREAM)
     except OSError:
         return None
+    return str(found[0][4][0])
 
 
 def _source_address(host: str, port: int) -> str | None:

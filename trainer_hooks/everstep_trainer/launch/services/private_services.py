@@ -25,6 +25,7 @@ import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -37,6 +38,7 @@ from everstep.host.parent_process import PARENT_VARIABLE
 from everstep.host.private_files import make_private_directories, private_directory
 from everstep.host.state_directory import preferred_state_directory, state_directory, why_unusable
 from everstep.layout.vault_status import Pid, is_locked, read_status
+from everstep_trainer.launch.daemon_call import call_in_daemon
 from everstep_trainer.launch.forking.fork_client import wait_for_exit
 from everstep_trainer.launch.forking.process_setup import notices_blocked
 from everstep_trainer.launch.options import RunStart, path_encoding_error
@@ -308,8 +310,8 @@ class PrivateServices:
         try:
             make_private_directories(logs)
             _prune(logs)
-            place = self._run_directory = await asyncio.to_thread(
-                PrivateRunDirectory, self._state_dir, self._name, self._start, self._segments
+            place = self._run_directory = await call_in_daemon(
+                partial(PrivateRunDirectory, self._state_dir, self._name, self._start, self._segments)
             )
             run_dir = place.path
             if not place.was_taken_over or network.controller is not None:  # another secret may be given since

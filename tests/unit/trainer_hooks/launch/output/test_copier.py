@@ -7,6 +7,7 @@ import io
 import logging
 import os
 import pty
+import shutil
 import termios
 import threading
 import tty
@@ -186,6 +187,21 @@ def test_unwritable_log_directory_is_refused_with_advice(tmp_path: Path) -> None
         copying(tmp_path, log_dir=tmp_path / "logs" / "j"),
     ):
         pass
+
+
+def test_replacement_starts_though_its_log_cannot_be_written(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    logs = tmp_path / "logs"
+    with copying(tmp_path, log_dir=logs, is_tee=True) as (copier, shown):
+        logs.rmdir()
+        play(copier, lambda out, err: print(os.write(out, b"one\n")))
+        settle(copier)
+        assert (logs / "worker-1.out").read_bytes() == b"one\n", "it is made again"
+        shutil.rmtree(logs)
+        logs.touch()
+        play(copier, lambda out, err: print(os.write(out, b"two\n")), serial=2)
+    assert b"one\n" in shown.out
+    assert b"two\n" in shown.out
+    assert "--log-dir: the output of a process is not kept: cannot write worker-2.out" in caplog.text
 
 
 def test_lost_terminal_is_logged_once_and_ranks_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -27,6 +27,7 @@ from everstep_trainer.launch.services.job_rendezvous import (
     Endpoint,
     ServiceNetwork,
     claim_endpoint,
+    claim_job,
     collective_environment,
     derive,
     meet,
@@ -144,7 +145,7 @@ def test_own_host_name_is_served_on_all_interfaces(
 ) -> None:
     """Debian's hosts file gives a host's own name a loopback address, where other nodes cannot connect."""
     monkeypatch.setattr(Endpoint, "resolve", lambda self: ["127.0.1.1"])
-    monkeypatch.setattr(job_rendezvous, "_by_name", lambda: "127.0.1.1")
+    monkeypatch.setattr(job_rendezvous, "_by_name", lambda _: "127.0.1.1")
     monkeypatch.setattr(job_rendezvous, "_source_address", lambda host, port: "192.0.2.9")
     port = free_port()
     network = meet(options(f"node1:{port}", job_secret_file=str(secret_file), node_rank=0), tmp_path, stack)
@@ -263,3 +264,13 @@ def test_watch_waits_long_for_the_first_answer(monkeypatch: pytest.MonkeyPatch) 
         "--rdzv-endpoint"
     )
     assert clock.monotonic() >= 600
+
+
+def test_job_has_one_launcher_on_a_node(tmp_path: Path) -> None:
+    agent_socket = str(tmp_path / ("long-" * 30) / "agent.sock")
+    with claim_job(agent_socket, "llama"):
+        with pytest.raises(ConfigurationError, match="another launcher of job llama runs on this node"):
+            claim_job(agent_socket, "llama")
+        claim_job(agent_socket, "gpt").close()
+        claim_job(str(tmp_path / "other.sock"), "llama").close()
+    claim_job(agent_socket, "llama").close()
