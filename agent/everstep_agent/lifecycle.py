@@ -55,12 +55,19 @@ class AgentRunDirectory:
         refusal = f"another agent runs in {self.path}; stop it, or use another --run-dir"
         self._lock = acquire_lock(self._lock_file, refusal)
 
-    def next_incarnation(self, wall: float) -> int:
-        """Return this run's number: ``wall`` in milliseconds, but above earlier numbers even if the clock went back."""
+    def next_incarnation(self, wall: float, state_dir: Path | None = None) -> int:
+        """Return this run's number: ``wall`` in milliseconds, but above earlier numbers even if the clock went back.
+
+        A reboot empties the run directory, and an agent may start before the clock is set. So the number is kept in
+        ``state_dir`` as well.
+        """
         file = self.path / "incarnation"
-        last = int(file.read_text()) if file.exists() and file.read_text().strip().isdigit() else 0
-        now = max(int(wall * 1000), last + 1)
+        kept = file if state_dir is None else state_dir / "incarnation"
+        now = max(int(wall * 1000), *(_read_number(each) + 1 for each in (file, kept)))
         write_atomically(file, now)
+        if kept != file:
+            with contextlib.suppress(OSError):  # read-only or full: the run directory has it until the next boot
+                write_atomically(kept, now)
         return now
 
     def release(self, *names: str) -> None:
@@ -69,6 +76,15 @@ class AgentRunDirectory:
             (self.path / name).unlink(missing_ok=True)
         self._lock_file.unlink(missing_ok=True)
         os.close(self._lock)
+
+
+def _read_number(file: Path) -> int:
+    """Return the number in a file; -1 if there is none."""
+    try:
+        text = file.read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return -1
+    return int(text) if text.isdecimal() else -1
 
 
 def delete_segments(directory: Path) -> None:

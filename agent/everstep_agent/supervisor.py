@@ -169,7 +169,7 @@ class Supervisor:
         except ConfigurationError:
             self._directory.release()
             raise
-        self.incarnation = self._directory.next_incarnation(clock.wall())
+        self.incarnation = self._directory.next_incarnation(clock.wall(), settings.resolved_state_dir)
         self._loop = asyncio.get_running_loop()
         self._sensor_report: SensorReport | None = None
         self._first_report_received = asyncio.Event()

@@ -91,6 +91,19 @@ def test_incarnation_grows_even_if_the_clock_went_back(tmp_path: Path) -> None:
     assert not (tmp_path / "incarnation").exists()
 
 
+def test_incarnation_grows_after_a_reboot_with_a_late_clock(tmp_path: Path) -> None:
+    run_dir, state_dir = tmp_path / "run", tmp_path / "state"
+    state_dir.mkdir()
+    directory = AgentRunDirectory(run_dir)
+    assert directory.next_incarnation(2000.0, state_dir) == 2_000_000
+    directory.release("incarnation")  # as a reboot does
+    assert AgentRunDirectory(run_dir).next_incarnation(500.0, state_dir) == 2_000_001
+
+
+def test_incarnation_is_made_though_it_cannot_be_kept(tmp_path: Path) -> None:
+    assert AgentRunDirectory(tmp_path).next_incarnation(1.0, tmp_path / "missing") == 1000
+
+
 def test_segments_of_a_killed_vault_are_unlinked(tmp_path: Path) -> None:
     segments = tmp_path / "everstep-0" / "n1"
     (segments / "job").mkdir(parents=True)
