@@ -201,7 +201,7 @@ def _io_bytes(folder: Path) -> int:
 
 def _status(folder: Path) -> dict[str, str]:
     try:
-        lines = (folder / "status").read_text().splitlines()
+        lines = (folder / "status").read_text(errors="replace").splitlines()
     except OSError:
         return {}
     return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}

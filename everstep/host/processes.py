@@ -47,7 +47,7 @@ def read_process(pid: int, proc: Path = PROC) -> Process | None:
     """Return a process, or None if it is gone or a zombie."""
     folder = proc / str(pid)
     try:
-        stat = (folder / "stat").read_text()
+        stat = (folder / "stat").read_text(errors="replace")
         user = folder.stat().st_uid
         arguments = (folder / "cmdline").read_bytes().rstrip(b"\0").split(b"\0")
     except OSError:
@@ -86,7 +86,7 @@ def read_environment(pid: int, proc: Path = PROC) -> dict[str, str]:
 def status_field(pid: int, name: str, proc: Path = PROC) -> str:
     """Return the first word of a field in /proc/PID/status; "0" if the process is gone."""
     try:
-        for line in (proc / str(pid) / "status").read_text().splitlines():
+        for line in (proc / str(pid) / "status").read_text(errors="replace").splitlines():
             if line.startswith(f"{name}:"):
                 return line.split()[1]
     except OSError:

@@ -22,6 +22,7 @@ from everstep.host.processes import (
     read_process,
     read_processes,
     send_signal,
+    status_field,
 )
 from tests.support.processes.process_table import is_running
 from tests.support.processes.waiting import until
@@ -73,6 +74,18 @@ def test_name_with_brackets_does_not_shift_fields(tmp_path: Path) -> None:
     assert read_processes(tmp_path) == {7: found}
     (folder / "stat").write_text(f"7 (odd) Z 42 {rest}\n")
     assert read_processes(tmp_path) == {}
+
+
+def test_name_that_is_cut_within_a_character_is_read(tmp_path: Path) -> None:
+    folder, name = tmp_path / "7", "обучение".encode()[:15]
+    folder.mkdir()
+    (folder / "cmdline").write_bytes(b"a")
+    (folder / "stat").write_bytes(b"7 (" + name + b") S " + b" ".join(b"%d" % number for number in range(1, 22)))
+    (folder / "status").write_bytes(b"Name:\t" + name + b"\nSigCgt:\t0000000000000200\n")
+    found = read_process(7, tmp_path)
+    assert found is not None
+    assert found.state == "S"
+    assert status_field(7, "SigCgt", tmp_path) == "0000000000000200"
 
 
 def test_gone_process_has_nothing() -> None:
