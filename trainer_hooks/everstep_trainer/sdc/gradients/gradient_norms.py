@@ -116,6 +116,14 @@ class _Kept(NamedTuple):
     previous: int
 
 
+def norms_of(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the Euclidean norm of each gradient, of any floating-point or complex dtype, in float32."""
+    parts = [torch.view_as_real(gradient) if gradient.is_complex() else gradient for gradient in gradients]
+    if all(part.itemsize <= torch.float32.itemsize for part in parts):
+        return list(torch._foreach_norm(parts, dtype=torch.float32))
+    return [norm.float() for norm in torch._foreach_norm(parts, dtype=torch.float64)]
+
+
 class GradientNorms(Audit, GradientReader):
     """AuditKind.GRADIENT_NORM on one rank."""
 
@@ -175,7 +183,7 @@ class GradientNorms(Audit, GradientReader):
     ) -> None:
         with self.cost():
             begin = len(self._norms)
-            self._norms += torch._foreach_norm(list(gradients), dtype=torch.float32)
+            self._norms += norms_of(gradients)
             after = len(self._places)
             if parameters:
                 self._norm_places += [self._places.get(id(parameter), after) for parameter in parameters]

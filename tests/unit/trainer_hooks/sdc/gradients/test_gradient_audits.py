@@ -25,7 +25,13 @@ from everstep_trainer.sdc.gradients import gradient_norms
 from everstep_trainer.sdc.gradients.collectives import Collectives, row_digests, witnessed
 from everstep_trainer.sdc.gradients.gradient_buffers import MAX_EMPTY_AUDITS, GradientBuffers, _Arrived
 from everstep_trainer.sdc.gradients.gradient_exchange import GradientTap
-from everstep_trainer.sdc.gradients.gradient_norms import WARMUP_STEPS, GradientNorms, _Agreement, _SuspectedStep
+from everstep_trainer.sdc.gradients.gradient_norms import (
+    WARMUP_STEPS,
+    GradientNorms,
+    _Agreement,
+    _SuspectedStep,
+    norms_of,
+)
 from everstep_trainer.sdc.presets import audit_options
 from tests.support.ranks.kept_ranks import KeptRanks
 from tests.unit.trainer_hooks.sdc.gradients.faulty_gradients import (
@@ -471,3 +477,10 @@ def test_gradients_that_differ_everywhere_name_the_parameters(kept_ranks: KeptRa
     assert not any(statement for statement, _ in others)
     assert "0.weight" in text
     assert "second forward pass under no_sync" in text
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64])
+def test_norms_of_gradients_of_any_dtype(dtype: torch.dtype) -> None:
+    norms = norms_of([torch.full((4, 4), 2, dtype=dtype), torch.full((9,), 3, dtype=dtype)])
+    assert [norm.item() for norm in norms] == [8.0, 9.0]
+    assert {norm.dtype for norm in norms} == {torch.float32}
