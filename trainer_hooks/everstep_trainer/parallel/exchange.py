@@ -249,11 +249,16 @@ def _begin_mean(
     communicator.all_to_all(slices.view(-1), flat, own, sizes)
     if observer is not None:
         observer.on_received(slices)
+    whole, is_wide = slices[0], flat.dtype is torch.float16
+    if is_wide:  # a sum may leave float16's range, which ends at 65504, where the mean does not
+        whole = memory.get("sum", flat.new_empty(0, dtype=torch.float32), sizes[rank]).copy_(whole)
     width = CHUNK if flat.device.type == "cpu" else flat.numel()
-    for total, *others in torch.split(slices, width, dim=1):
+    for total, *others in zip(*(torch.split(row, width) for row in (whole, *slices[1:])), strict=True):
         for other in others:
             total += other
     if observer is not None:
-        observer.on_sum(slices[0])
-    slices[0] /= world_size
+        observer.on_sum(whole)
+    whole /= world_size
+    if is_wide:
+        slices[0] = whole
     return communicator.all_gather(flat, slices, sizes)

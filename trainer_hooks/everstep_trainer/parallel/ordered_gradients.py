@@ -97,6 +97,14 @@ def exchanges_of(replicas: DistributedDataParallel) -> list[Exchange]:
     return [state for _, state in replicas._comm_hooks if isinstance(state, Exchange)]
 
 
+def refuse_second_hook(state: object, hook: object) -> None:
+    """Raise RuntimeError in place of torch's, which does not say whose the first hook is."""
+    raise RuntimeError(
+        "these replicas have a hook already, which adds gradients in the order of ranks: take run.replicate(model, "
+        "exact=False) to register another one"
+    )
+
+
 def _register_exchange(
     replicas: DistributedDataParallel, group: dist.ProcessGroup | None, on_wait: Callable[[float], object]
 ) -> None:
@@ -106,8 +114,14 @@ def _register_exchange(
                 f"DistributedDataParallel's option {option} {effect}, so gradients cannot be added in the order of "
                 "ranks: leave it out, or take exact=False"
             )
+    if complex_names := [name for name, one in replicas.module.named_parameters() if one.is_complex()]:
+        raise TypeError(
+            f"{complex_names[0]} is complex, and DistributedDataParallel passes no hook such a gradient whole, so it "
+            "cannot be added in the order of ranks: take exact=False"
+        )
     parameters, _ = replicas._build_params_for_reducer()  # type: ignore[no-untyped-call]
     # cut as DistributedDataParallel cuts its own: gradients of a bucket then mostly lie together
     first = _DEFAULT_FIRST_BUCKET_BYTES if replicas.bucket_bytes_cap_default else replicas.bucket_bytes_cap
     exchange = Exchange(parameters, group, [first, replicas.bucket_bytes_cap], on_wait)
     replicas.register_comm_hook(exchange, mean_in_rank_order)
+    replicas.register_comm_hook = refuse_second_hook  # type: ignore[method-assign]

@@ -6,6 +6,7 @@ import io
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from everstep_trainer.parallel.ordered_gradients import replicate
@@ -80,3 +81,39 @@ def ignored_parameters(rank: int, world: int) -> tuple[float, list[float]]:
 
 def test_parameters_are_ignored_as_plain_replicas_ignore_them(kept_ranks: KeptRanks) -> None:
     assert kept_ranks.call(2, ignored_parameters) == [(6.0, [1.0] * 4), (6.0, [2.0] * 4)]
+
+
+def large_half_gradients(rank: int, world: int) -> list[float]:
+    """Return the mean of gradients whose sum is beyond the range of float16."""
+    model = nn.Linear(1, 3, bias=False, dtype=torch.float16)
+    replicas = small_replicas(model)
+    replicas(torch.full((1, 1), 30000.0 + 1000 * rank, dtype=torch.float16)).float().sum().backward()
+    assert model.weight.grad is not None
+    gradient: list[float] = model.weight.grad.flatten().tolist()
+    return gradient
+
+
+def test_mean_of_half_precision_gradients_is_finite(kept_ranks: KeptRanks) -> None:
+    assert kept_ranks.call(3, large_half_gradients) == [[31008.0] * 3] * 3  # 31,000 in float16's steps of 16
+
+
+def refusals(rank: int, world: int) -> list[str]:
+    """Return what is raised for complex parameters, and for a second communication hook."""
+    raised = []
+    replicas = small_replicas()
+    for attempt in (
+        lambda: small_replicas(nn.Linear(2, 2, dtype=torch.complex64)),
+        lambda: replicas.register_comm_hook(None, bf16_compress_hook),
+    ):
+        try:
+            attempt()
+        except (TypeError, RuntimeError) as error:
+            raised.append(str(error))
+    return raised
+
+
+def test_complex_parameters_and_second_hook_are_refused(kept_ranks: KeptRanks) -> None:
+    for of_complex, of_hook in kept_ranks.call(2, refusals):
+        assert of_complex.startswith("weight is complex")
+        assert of_complex.endswith("exact=False")
+        assert "exact=False" in of_hook
