@@ -122,9 +122,11 @@ def order_of(loader: DataLoader[Any], global_batch: int | None, ranks: int, seed
         seed: Seed of the shuffle, and of samplers that draw random numbers.
 
     Raises:
-        ValueError: The data do not make one batch, or a batch sampler of the script's own meets a ``global_batch``.
+        ValueError: The data do not make one batch, a batch sampler of the script's own meets a ``global_batch``, or a
+            sampler of its own splits samples over ranks.
     """
     batch_sampler: Any = _strip(loader.batch_sampler)
+    _refuse_split(batch_sampler)
     if type(batch_sampler) is not BatchSampler:
         if global_batch is not None:
             raise ValueError(
@@ -134,14 +136,30 @@ def order_of(loader: DataLoader[Any], global_batch: int | None, ranks: int, seed
         return BatchOrder(batch_sampler, ranks, seed, drop_last=bool(getattr(batch_sampler, "drop_last", False)))
     sampler, drop_last = _strip(batch_sampler.sampler), batch_sampler.drop_last
     batch = global_batch or batch_sampler.batch_size * ranks
-    if isinstance(sampler, DistributedSampler):
-        length, shuffled = len(sampler.dataset), sampler.shuffle  # type: ignore[arg-type]  # it has a length
+    if _is_plain_split(sampler):
+        length, shuffled = len(sampler.dataset), sampler.shuffle
         return IndexOrder(length, batch, seed + sampler.seed, shuffled=shuffled, drop_last=drop_last)
+    _refuse_split(sampler)
     if type(sampler) is SequentialSampler:
         return IndexOrder(len(sampler), batch, seed, shuffled=False, drop_last=drop_last)
     if type(sampler) is RandomSampler and not sampler.replacement and len(sampler) == len(sampler.data_source):
         return IndexOrder(len(sampler), batch, seed, shuffled=True, drop_last=drop_last)
     return SamplerOrder(sampler, batch, seed, drop_last=drop_last)
+
+
+def _is_plain_split(sampler: Any) -> bool:
+    """Return whether a sampler splits samples as torch's own does, so that its order is known."""
+    return isinstance(sampler, DistributedSampler) and type(sampler).__iter__ is DistributedSampler.__iter__
+
+
+def _refuse_split(sampler: Any) -> None:
+    """Raise ValueError for a sampler that gives each rank its own samples, which would be split twice."""
+    ranks = getattr(sampler, "num_replicas", None)
+    if not _is_plain_split(sampler) and isinstance(ranks, int) and ranks > 1:
+        raise ValueError(
+            f"the loader's {type(sampler).__qualname__} splits its samples over {ranks} ranks, and run.epoch_loader "
+            "splits each batch, too: give it num_replicas=1, or a sampler of all ranks' samples"
+        )
 
 
 def _strip(sampler: Any) -> Any:

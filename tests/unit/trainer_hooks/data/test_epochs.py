@@ -80,6 +80,29 @@ def test_batch_sampler_refuses_global_batch() -> None:
         order_of(LOADERS["batches"](), 6, 2, 0)
 
 
+class Balanced(DistributedSampler[int]):
+    """A sampler that splits samples over ranks in an order of its own."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(reversed([*super().__iter__()]))
+
+
+class SplitBatches(BatchSampler):
+    """A batch sampler that splits batches over ranks."""
+
+    num_replicas = 2
+
+
+def test_sampler_that_splits_by_itself_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"Balanced splits its samples over 2 ranks.*num_replicas=1"):
+        order_of(loader(sampler=Balanced(DATA, num_replicas=2, rank=1)), None, 2, 0)
+    batches = SplitBatches(SubsetRandomSampler(range(SIZE)), BATCH, False)
+    with pytest.raises(ValueError, match="SplitBatches splits its samples over 2 ranks"):
+        order_of(DataLoader(DATA, batch_sampler=batches), None, 2, 0)
+    whole = order_of(loader(sampler=Balanced(DATA, num_replicas=1, rank=0, shuffle=False)), None, 2, 0)
+    assert [*whole.samples(0, 0)] == [*range(SIZE)][::-1][: 2 * BATCH], "the order of its own is kept"
+
+
 def test_sampler_with_other_length_is_refused() -> None:
     class Short(SubsetRandomSampler):
         def __iter__(self) -> Iterator[int]:
