@@ -56,7 +56,10 @@ def handle_launcher_joined(transition: Transition, node: str, report: LauncherJo
         state = transition.state
         # the launchers of a job that ended in an outage still wait for the end
         ended_unheard = state.database.outage and job.status.since >= state.database.outage_since
-        if ended_unheard or report.launcher <= int(job.status.since * 1000):
+        known = job.membership.launchers.get(node)
+        # The node's own clock tells best: it may be behind the controller's, and a new run would end at once.
+        last = known.incarnation if known is not None else int(job.status.since * 1000)
+        if ended_unheard or report.launcher <= last:
             transition.send(node, make_stop(job, report.launcher))
             return
     if not _has_room(transition, node, report.job):

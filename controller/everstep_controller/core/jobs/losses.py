@@ -217,6 +217,9 @@ def handle_launcher_left(transition: Transition, job: JobRecord, node: str, repo
     if launcher is None or report.launcher < launcher.incarnation:
         transition.count_ignored("launcher_left.stale")
         return
+    if job.is_ended:  # the record stays: by it a later launcher of the node is known to begin a new run
+        transition.count_ignored("launcher_left.job_ended")
+        return
     manner = "left in order" if report.orderly else "is gone"
     detail = f" ({report.detail})" if report.detail else ""
     running = job.running_generation

@@ -119,6 +119,24 @@ def test_rerun_job_starts_without_previous_limits() -> None:
     ) == (None, [], 0.0)
 
 
+@pytest.mark.parametrize("has_left", [False, True])
+def test_job_is_run_again_by_a_node_whose_clock_is_behind(has_left: bool) -> None:
+    fleet = CoreFleet()
+    fleet.start(1, max_nodes=1)
+    first = fleet.launchers["job", "n1"]
+    fleet.advance(20.0, "n1")
+    fleet.finish()
+    if has_left:
+        fleet.leave("n1", orderly=True)
+    assert fleet.job_state() is JobState.FINISHED
+    fleet.launchers["job", "n1"] = first + 1
+    assert first + 1 < fleet.job().status.since * 1000
+    before = len(fleet.effects)
+    fleet.join("n1", min_nodes=1, max_nodes=1)
+    assert sent(fleet.effects[before:], StopJob) == {}
+    assert fleet.job_state() is not JobState.FINISHED
+
+
 def test_stale_launcher_offer_is_ignored() -> None:
     fleet = CoreFleet()
     fleet.start(1, max_nodes=1)
