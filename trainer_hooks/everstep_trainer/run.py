@@ -355,7 +355,7 @@ class Run:
             sampler = EpochSampler(order, rank=replica.index, world_size=replica.count)
             made = Loader(loader.dataset, sampler, self._parallelism.assigned_ranks, seed, loading_options(loader))
             self._loaders.append(made)
-            batches = IndexedBatches(made, sampler, order.batches)
+            batches = IndexedBatches(made, sampler, order.batches, is_persistent=loader.persistent_workers)
         dataset = getattr(loader, "dataset", None)
         return EpochLoader(self, batches, dataset, seed=seed, accumulates=accumulates, place=place)
 

@@ -219,16 +219,23 @@ class EpochSampler(ElasticSampler):
 
 
 class IndexedBatches:
-    """Batches of map-style data by (epoch, index), loaded ahead."""
+    """Batches of map-style data by (epoch, index), loaded ahead.
 
-    def __init__(self, loader: Loader, sampler: EpochSampler, length: int) -> None:
+    As in torch, workers begin anew with each epoch unless they are persistent: the script may change the data between
+    two epochs, and workers have copies.
+    """
+
+    def __init__(self, loader: Loader, sampler: EpochSampler, length: int, *, is_persistent: bool = False) -> None:
         self._loader, self._sampler, self._length = loader, sampler, length
+        self._is_persistent = is_persistent
 
     def __len__(self) -> int:
         return self._length
 
     def iterate(self, epoch: int, first: int) -> Iterator[tuple[Any, float]]:
         """Yield each batch of the epoch from number ``first`` on, with its loss weight."""
+        if not self._is_persistent:
+            self._loader.close()
         for step in range(epoch * self._length + first + 1, (epoch + 1) * self._length + 1):
             yield self._loader.batch(step), self._loader.loss_weight(step)
 

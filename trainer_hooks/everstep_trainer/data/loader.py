@@ -18,7 +18,13 @@ from torch.utils.data._utils import signal_handling
 
 from everstep_trainer.base.interrupt import WAIT_SLICE_S
 from everstep_trainer.data.sampler import ElasticSampler, Sampler
-from everstep_trainer.data.stream import BatchRequests, MapBatchDataset, StreamBatchDataset, identity_collate
+from everstep_trainer.data.stream import (
+    BatchRequests,
+    MapBatchDataset,
+    StreamBatchDataset,
+    WorkerSetup,
+    identity_collate,
+)
 
 # ---- worker processes of a DataLoader: wait for them, detect their deaths, end them
 #
@@ -228,6 +234,8 @@ class Loader:
         collate = options.pop("collate_fn", None) or default_collate
         # the default generator would consume a random number that a restored run draws later
         options |= {"generator": torch.Generator(), "collate_fn": identity_collate}
+        if options.get("worker_init_fn") is not None:
+            options["worker_init_fn"] = WorkerSetup(options["worker_init_fn"])
         dataset: Any
         if is_stream(self._dataset):
             dataset = StreamBatchDataset(self._dataset, requests, collate, self._seed)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice
 from typing import Any, Protocol, runtime_checkable
@@ -96,6 +96,22 @@ class MapBatchDataset:
         """Return one sample; prefer ``__getitems__`` as torch does, since a data set may have only that method."""
         several = getattr(self.dataset, "__getitems__", None)
         return self.dataset[index] if several is None else several([index])[0]
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """Calls a script's ``worker_init_fn``, which expects its own data set in ``get_worker_info()``."""
+
+    function: Callable[[int], object]
+
+    def __call__(self, worker_id: int) -> None:
+        info: Any = get_worker_info()
+        assert info is not None, "a DataLoader calls it in workers"
+        worker._worker_info = replace(info, dataset=info.dataset.dataset)
+        try:
+            self.function(worker_id)
+        finally:
+            worker._worker_info = info
 
 
 def identity_collate(value: Any) -> Any:

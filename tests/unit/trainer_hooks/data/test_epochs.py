@@ -11,10 +11,12 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
+    Dataset,
     DistributedSampler,
     IterableDataset,
     SubsetRandomSampler,
     TensorDataset,
+    get_worker_info,
 )
 
 from everstep_trainer.data.epochs import EpochLoader, EpochSampler, order_of
@@ -192,3 +194,35 @@ def test_epoch_left_early_is_refused() -> None:
     next(iter(batches))
     with pytest.raises(RuntimeError, match="epoch 0 was left"):
         next(epochs)
+
+
+class Scaled(Dataset[float]):
+    """Data that the script changes between two epochs, and whose workers are set up by ``open_source``."""
+
+    def __init__(self) -> None:
+        self.scale, self.source = 1.0, 0.0
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> float:
+        return self.scale + self.source
+
+
+def open_source(worker_id: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.source = 100.0  # as torch's documentation opens files in workers
+
+
+@pytest.mark.parametrize(("is_persistent", "second"), [(False, 102.0), (True, 101.0)])
+def test_workers_see_changes_between_epochs(is_persistent: bool, second: float) -> None:
+    data = Scaled()
+    run = Run(RankContext(), RecordedSession())
+    own = DataLoader(data, 4, num_workers=1, worker_init_fn=open_source, persistent_workers=is_persistent)
+    loader, seen = run.epoch_loader(own), list[float]()
+    for _ in loader.epochs(2):
+        seen += [batch.mean().item() for batch in loader]
+        data.scale = 2.0
+    run.close()
+    assert seen == [101.0, second]
