@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -117,6 +118,7 @@ def untouched(module: nn.Module, buffers: Iterable[str], device: torch.device) -
         if _is_plain(submodule)
     ]
     kept = [(table, dict(table)) for table in tables]
+    changes = [undo for submodule in module.modules() if _is_plain(submodule) for undo in _copy_attributes(submodule)]
     _replays += 1
     try:
         yield
@@ -128,10 +130,40 @@ def untouched(module: nn.Module, buffers: Iterable[str], device: torch.device) -
             for key, value in before.items():
                 if table.get(key, table) is not value:
                     table[key] = value
+        for undo in changes:
+            undo()
         for buffer, copy in copies:
             buffer.data.copy_(copy)
         set_rng_states(states, device)
         set_host_rng_state(host)
+
+
+_ATTRIBUTES_OF_TORCH = frozenset(vars(nn.Module()))
+
+
+def _copy_attributes(module: nn.Module) -> Iterator[Callable[[], object]]:
+    """Copy tensors and containers that a module holds as plain attributes, such as counts and lists of losses.
+
+    Yields:
+        Functions that give them their present content again.
+    """
+    for name, value in vars(module).items():
+        if name in _ATTRIBUTES_OF_TORCH:
+            continue
+        if isinstance(value, torch.Tensor):
+            if not isinstance(value, nn.Parameter) and value.layout is torch.strided:
+                yield partial(value.data.copy_, value.detach().clone())
+        elif isinstance(value, list | deque):
+            yield partial(_refill, value, value.extend, list(value))
+        elif isinstance(value, dict | set):
+            yield partial(_refill, value, value.update, value.copy())
+
+
+def _refill(
+    container: list[Any] | deque[Any] | dict[Any, Any] | set[Any], add: Callable[[Any], object], content: Any
+) -> None:
+    container.clear()
+    add(content)
 
 
 def _is_plain(module: nn.Module) -> bool:

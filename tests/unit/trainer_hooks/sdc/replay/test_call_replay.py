@@ -207,9 +207,13 @@ def test_replay_restores_attributes_and_tells_hooks() -> None:
         def __init__(self) -> None:
             super().__init__()
             self.layer, self.calls = nn.Linear(4, 4), 0
+            self.usage, self.losses, self.counts = torch.zeros(4), [0.0], {"calls": 0}
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.calls += 1
+            self.usage += 1
+            self.losses.append(1.0)
+            self.counts["calls"] += 1
             self.seen = x
             assert self.calls < 3 or is_replaying()
             result: torch.Tensor = self.layer(x)
@@ -219,6 +223,7 @@ def test_replay_restores_attributes_and_tells_hooks() -> None:
     model = Model(Counting, lambda seed: torch.ones(1, 4))
     check_replay(module, model, units_of(module)[0], 0)
     assert module.calls == 2
+    assert (module.usage.tolist(), module.losses, module.counts) == ([2.0] * 4, [0.0, 1.0, 1.0], {"calls": 2})
     assert not is_replaying()
 
 
