@@ -61,6 +61,7 @@ Ignored = Literal[
     "node_seen.stale",
     "launcher_joined.stale",
     "launcher_leaving.stale",
+    "launcher_left.job_ended",
     "launcher_left.stale",
     "scheduler_state.unchanged",
     "peer_connection_lost.not_a_member",
