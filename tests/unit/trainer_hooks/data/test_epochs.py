@@ -210,7 +210,7 @@ class Scaled(Dataset[float]):
 
 
 def open_source(worker_id: int) -> None:
-    info = get_worker_info()
+    info: Any = get_worker_info()
     assert info is not None
     info.dataset.source = 100.0  # as torch's documentation opens files in workers
 
