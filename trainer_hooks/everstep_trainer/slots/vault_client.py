@@ -111,6 +111,7 @@ MAX_DESCRIPTORS = 16  # most descriptors in one call; the kernel ends a read aft
 TICK_S = 0.25  # interval at which the reader looks for requests whose deadline passed
 OPEN_TIMEOUT_S = 300.0
 """Time-out for making a segment: the first touch of its pages runs at 0.6 GB/s for all ranks of a node together."""
+COPY_TIMEOUT_S = 300.0  # of the copies to other nodes, which wait for those of other ranks; the vault ends dead ones
 DECODE_TIMEOUT_S = 300.0  # time-out for rebuilding a slot from parity, which reads all other slots of its group
 STARTUP_CHECK_WAIT_S = 20.0
 """Time for vaults to hash the slots they found at start, newest versions first; ranks wait a minute for one another."""
@@ -177,7 +178,7 @@ class VaultClient:
 
     def report_sealed(self, sealed: local.SlotSealed) -> Future[local.Replicated]:
         """Report that a slot is sealed; the future returns the nodes that have a copy. Returns at once."""
-        return self._request(sealed)
+        return self._request(sealed, COPY_TIMEOUT_S)
 
     def inventory(self, job: str, nodes: tuple[str, ...] = (), *, timeout_s: float = 1.0) -> tuple[local.SlotInfo, ...]:
         """Return the job's sealed slots here and on ``nodes``; STARTUP_CHECK_WAIT_S more for vaults still hashing."""
