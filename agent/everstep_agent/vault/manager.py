@@ -88,6 +88,8 @@ class VaultManager:
         self._ready_file = self._settings.run_dir / "vault.json"
         self._numbers = itertools.count(1)
         self._job_configs: dict[str, local.ConfigureJob] = {}
+        self._forgotten: dict[int, str] = {}
+        """Jobs whose end the vault has not acknowledged, by the request."""
         self._pending: dict[int, tuple[VaultRequest, asyncio.Future[VaultAnswer]]] = {}
         self._child: subprocess.Popen[bytes] | None = None
         self._pidfd = -1
@@ -98,6 +100,7 @@ class VaultManager:
         """Tell the vault which generation counts: the running one until the boundary of the next one is reached."""
         if job.spec is None:
             return
+        self._forgotten = {number: name for number, name in self._forgotten.items() if name != job.name}
         message = self._job_configs[job.name] = local.ConfigureJob(
             request=next(self._numbers),
             job=job.name,
@@ -110,7 +113,9 @@ class VaultManager:
     def forget(self, job: str) -> None:
         """Tell the vault that the job is over, so that it unlinks the job's segments."""
         self._job_configs.pop(job, None)
-        self._send(local.ForgetJob(request=next(self._numbers), job=job))
+        number = next(self._numbers)
+        self._forgotten[number] = job
+        self._send(local.ForgetJob(request=number, job=job))
 
     def is_configured(self, job: str) -> bool:
         return job in self._job_configs
@@ -265,6 +270,8 @@ class VaultManager:
         self._writer.write(encode_frame(message))
 
     def _resend_all(self) -> None:
+        for number, job in self._forgotten.items():  # a new vault adopts the segments of all jobs
+            self._send(local.ForgetJob(request=number, job=job))
         for message in self._job_configs.values():
             self._send(message)
         for request, _ in self._pending.values():
@@ -308,7 +315,7 @@ class VaultManager:
                 elif isinstance(message, local.RequestFailed):
                     log.warning("the vault refused a request: %s (%s)", message.message, message.code)
             case local.RequestDone():
-                pass
+                self._forgotten.pop(message.request, None)
             case _:
                 raise MalformedMessage(f"{type(message).__name__} is not an answer to a supervisor")
 

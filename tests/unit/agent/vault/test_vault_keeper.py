@@ -106,6 +106,31 @@ def test_stop_removes_slots_even_of_a_lost_vault(place: VaultDirectories) -> Non
     run_story(story())
 
 
+def test_job_that_ends_while_the_vault_is_down_leaves_no_slots(place: VaultDirectories) -> None:
+    async def story() -> None:
+        keeper = await place.started()
+        slots = place.base / "segments" / "n1" / "j"
+        slots.mkdir(parents=True)
+        (slots / "own-0").write_bytes(b"slots")
+        running = asyncio.create_task(keeper.run())
+        await asyncio.sleep(0)
+        os.kill(keeper.pid, signal.SIGKILL)
+        keeper.forget("j")
+        try:
+            async with asyncio.timeout(60):
+                while slots.exists():
+                    await asyncio.sleep(0.01)
+                while keeper._forgotten:
+                    await asyncio.sleep(0.01)
+        finally:
+            running.cancel()
+            await asyncio.wait([running])
+            place.pids.add(keeper.pid)
+            await keeper.stop()
+
+    run_story(story())
+
+
 def test_starting_or_ending_vault_is_waited_for(place: VaultDirectories) -> None:
     """The temporary file may be that of an agent that was killed while it started a vault."""
 
