@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,3 +134,21 @@ def test_fsdp1_strategy_is_refused() -> None:
 
     with pytest.raises(TypeError, match="take ModelParallelStrategy"):
         everstep_strategy(Run(RankContext(), TrainingSession()), FSDPStrategy)
+
+
+def test_averages_of_callbacks_are_tracked_as_modules() -> None:
+    from pytorch_lightning.callbacks import StochasticWeightAveraging
+
+    from everstep_trainer.integrations.lightning import _StrategyCallback
+
+    callback = StochasticWeightAveraging(swa_lrs=0.01)
+    callback._average_model = average = torch.nn.Linear(2, 2)
+    trainer: Any = SimpleNamespace(callbacks=[callback], datamodule=None)
+    found = _StrategyCallback(Run(RankContext(), TrainingSession()))._all_extra_objects(trainer)
+    assert found["StochasticWeightAveraging_average"] is average
+    state = found["StochasticWeightAveraging"].state_dict()
+    assert "average_model_state" not in state, "a callback's state is limited to some megabytes"
+    before = average.weight.clone()
+    found["StochasticWeightAveraging"].load_state_dict(state | {"latest_update_epoch": 7})
+    assert callback._latest_update_epoch == 7
+    assert torch.equal(average.weight, before)

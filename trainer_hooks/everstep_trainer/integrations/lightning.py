@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from everstep_trainer.data.epochs import EpochLoader
@@ -226,8 +227,29 @@ class _StrategyCallback(EverstepCallback):
             if id(holder) not in known and _has_own_state(holder):
                 name = type(holder).__name__
                 number = sum(key.partition("-")[0] == name for key in found)
-                found[f"{name}-{number}" if number else name] = holder
+                name = f"{name}-{number}" if number else name
+                average = getattr(holder, "_average_model", None)  # of StochasticWeightAveraging and WeightAveraging
+                if isinstance(average, nn.Module):
+                    found[f"{name}_average"], holder = average, _WithoutAverage(holder)
+                found[name] = holder
         return found | self._extra_objects
+
+
+class _WithoutAverage:
+    """A callback's state without its averaged model, which is tracked as a module."""
+
+    def __init__(self, callback: Any) -> None:
+        self._callback = callback
+
+    def state_dict(self) -> dict[str, Any]:
+        return {key: value for key, value in self._callback.state_dict().items() if key != _AVERAGE_KEY}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        own = self._callback.state_dict()
+        self._callback.load_state_dict(state | {key: own[key] for key in (_AVERAGE_KEY,) if key in own})
+
+
+_AVERAGE_KEY = "average_model_state"
 
 
 def _has_own_state(holder: Any) -> bool:
