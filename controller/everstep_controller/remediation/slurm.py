@@ -21,8 +21,9 @@ from everstep_controller.core.effects import Remediation, RemediationKind
 from everstep_controller.remediation.remediator import CORDON_OWNER, CordonStatus, cordon_reason, foreign_cordon
 
 TIMEOUT_S = 10.0
-UNSCHEDULABLE_STATES = frozenset({"DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "MAINT", "RESERVED"})
-"""Flags of a node that takes no new jobs by request (``scontrol`` manual, NODE STATES)."""
+UNSCHEDULABLE_STATES = frozenset({"DRAIN", "DRAINED", "DRAINING", "FAIL", "FAILING", "MAINT", "MAINTENANCE"})
+"""Flags of a node that takes no new jobs by request (``scontrol`` manual, NODE STATES). A reservation is none: jobs run
+in it."""
 SLURM_REASONS = re.compile(
     "Not responding|Node unexpectedly rebooted|ResumeTimeout reached|Reboot ASAP|reboot timed out|Low |gres/|"
     "Epilog error|Prolog error|Duplicate jobid|Kill task failed|batch job complete failure|Powered down"
@@ -188,6 +189,7 @@ def _plain(reason: str) -> str:
 
 
 def _cordon_status(node: SlurmNode) -> CordonStatus:
-    if not node.is_unschedulable:
+    stays_down = "DOWN" in node.states and node.is_ours  # after a reboot of ours, until it is resumed
+    if not node.is_unschedulable and not stays_down:
         return CordonStatus()
     return CordonStatus(cordoned_by=CORDON_OWNER if node.is_ours else "slurm", reason=node.reason)

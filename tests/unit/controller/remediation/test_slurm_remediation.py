@@ -13,7 +13,7 @@ from everstep.errors import ConfigurationError, Conflict, Unavailable
 from everstep.system_clock import SYSTEM_CLOCK
 from everstep_controller.core.effects import Remediation, RemediationKind
 from everstep_controller.remediation.remediator import CORDON_OWNER
-from everstep_controller.remediation.slurm import SlurmRemediator, parse_node
+from everstep_controller.remediation.slurm import SlurmRemediator, _cordon_status, parse_node
 from tests.support.fleet.remediations import apply_and_wait, remediation
 from tests.support.services import slurm
 
@@ -59,6 +59,26 @@ def test_slurm_down_reason_decides_foreign_ownership(reason: str, is_foreign: bo
     assert (
         parse_node(f"NodeName=n1 State=DOWN Reason={reason} [root@2026-11-20T10:00:00]").is_unschedulable is is_foreign
     )
+
+
+@pytest.mark.parametrize(
+    ("states", "is_out"),
+    [
+        ("MIXED+RESERVED", False),  # the job runs in the reservation
+        ("IDLE+RESERVED", False),
+        ("ALLOCATED+MAINTENANCE+RESERVED", True),
+        ("IDLE+DRAIN", True),
+    ],
+)
+def test_slurm_reservation_keeps_no_node_out(states: str, is_out: bool) -> None:
+    assert parse_node(f"NodeName=n1 State={states}").is_unschedulable is is_out
+
+
+def test_slurm_node_that_our_reboot_left_down_is_our_cordon() -> None:
+    node = parse_node(
+        f"NodeName=n1 State=DOWN Reason={CORDON_OWNER} 7 after boot of x: XID 79 [root@2026-11-20T10:00:00]"
+    )
+    assert _cordon_status(node).cordoned_by == CORDON_OWNER
 
 
 def test_slurm_keeps_node_down_for_another_person(real_slurm: slurm.Cluster) -> None:
