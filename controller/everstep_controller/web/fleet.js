@@ -56,7 +56,7 @@ function Sentence({ fleet, onBreaker }) {
 // ---- one node
 
 const ORDERS = {
-  drain: { verb: "Drain", text: "The node leaves its job at a boundary and stays out until it is readmitted.", danger: true },
+  drain: { verb: "Drain", text: "The node leaves its job at a boundary and stays out until it is released or readmitted.", danger: true },
   hold: { verb: "Hold", text: "The node takes no new work, whatever its state, until it is released.", danger: true },
   release: { verb: "Release", text: "The hold ends. The node serves again if its state allows it." },
   readmit: { verb: "Readmit", text: "The node goes through probation and serves again." },
@@ -66,8 +66,8 @@ function ordersFor(node) {
   const out = ["quarantined", "repair", "lost"].includes(node.storedState);
   const found = [];
   if (!out && !node.holdReason) found.push("drain");
-  found.push(node.holdReason || node.storedState === "held" ? "release" : "hold");
-  if (out || node.storedState === "held") found.push("readmit");
+  found.push(node.holdReason ? "release" : "hold");
+  if ((out || node.storedState === "held") && node.storedState !== "lost" && !node.cordonedBy) found.push("readmit");
   return found;
 }
 
