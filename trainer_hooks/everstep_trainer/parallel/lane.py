@@ -33,6 +33,8 @@ begins. It must not refer to its lane, which ends when nothing refers to it."""
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """Its name from torch 2.13 on, where the older name warns."""
 
+CONNECT_TIMEOUT = timedelta(seconds=120)
+"""Longest wait in C++ for ranks that have published their addresses: one that is lost just then ends no sooner."""
 JOIN_TIMEOUT_S = 0.5
 """Seconds that the end of the process waits for a thread: one that returns from C++ later would abort the process."""
 
@@ -145,9 +147,15 @@ class _PollingStore(Store):
 
 
 class GlooCommunicator:
-    """Connections of a lane's own to the ranks of a group; ``connect`` makes them, in any thread."""
+    """Connections of a lane's own to the ranks of a group; ``connect`` makes them, in any thread.
 
-    def __init__(self, group: dist.ProcessGroup, stop: threading.Event) -> None:
+    Args:
+        group: The ranks.
+        stop: Ends waits for collectives.
+        process_ends: Ends ``connect``. A lane that is closed still connects: other ranks would wait for it in C++.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, stop: threading.Event, process_ends: threading.Event) -> None:
         self._is_over = lambda: stop.is_set() or interrupt.is_generation_over()
         self._rank, self._world_size = group.rank(), group.size()
         self._timeout: timedelta = group._get_backend(torch.device("cpu")).options._timeout
@@ -155,12 +163,14 @@ class GlooCommunicator:
         self._number = len(self._of_group)  # ranks make the lanes of a group in one order
         self._of_group[self._number] = None
         store = PrefixStore(f"everstep-lanes/{self._number}", dist.distributed_c10d._get_process_group_store(group))
-        self._store = _PollingStore(store, stop, interrupt.is_generation_over, self._timeout.total_seconds())
+        self._store = _PollingStore(store, process_ends, interrupt.is_generation_over, self._timeout.total_seconds())
         self._gloo: Any = None
 
     def connect(self) -> None:
         """Connect to all ranks, which must do the same. Raises RuntimeError if they do not."""
-        self._gloo = dist.ProcessGroupGloo(self._store, self._rank, self._world_size, self._timeout)
+        within = min(self._timeout, CONNECT_TIMEOUT)
+        self._gloo = dist.ProcessGroupGloo(self._store, self._rank, self._world_size, within)
+        self._gloo._set_default_timeout(self._timeout)
         self._of_group[self._number] = self._gloo
 
     def all_to_all(
@@ -191,8 +201,8 @@ class _Worker:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._stop = threading.Event()
-        self._communicator = GlooCommunicator(group, self._stop)
+        self._stop, self._process_ends = threading.Event(), threading.Event()
+        self._communicator = GlooCommunicator(group, self._stop, self._process_ends)
         self.jobs: SimpleQueue[Job | threading.Lock | None] = SimpleQueue()
         self.error: BaseException | None = None
         self.thread = threading.Thread(target=self._run, name="everstep-exchange", daemon=True)
@@ -200,9 +210,14 @@ class _Worker:
         _workers.add(self)
 
     def connect(self, group: dist.ProcessGroup) -> GlooCommunicator:
-        communicator = GlooCommunicator(group, self._stop)
+        communicator = GlooCommunicator(group, self._stop, self._process_ends)
         communicator.connect()
         return communicator
+
+    def end_with_process(self) -> None:
+        """End the thread, also one that connects."""
+        self._process_ends.set()
+        self.close()
 
     def close(self) -> None:
         """End the thread, also one that waits for a peer."""
@@ -255,7 +270,7 @@ _workers: weakref.WeakSet[_Worker] = weakref.WeakSet()
 def _end_threads() -> None:
     workers = list(_workers)
     for worker in workers:
-        worker.close()
+        worker.end_with_process()
     for worker in workers:
         worker.thread.join(JOIN_TIMEOUT_S)
 

@@ -120,17 +120,20 @@ def lane_of_one_rank(rank: int, world: int) -> tuple[str, bool]:
     group, outcome = dist.new_group(), ""
     if rank == 1:
         return outcome, True
-    lane, threads = new_lane(group), lane_threads()
+    before = lane_threads()
+    lane = new_lane(group)
+    threads, ended = [thread for thread in lane_threads() if thread not in before], False
     interrupt.set_wait_callbacks(lambda: True, bool)
     try:
         lane.submit(partial(exchange, torch.zeros(world), torch.zeros(world), []))
         lane.wait()
     except (Regroup, dist.DistStoreError) as error:
         outcome = type(error).__name__
+        lane.close()
+        ended = has_ended(threads)
     finally:
         interrupt.set_wait_callbacks(bool, bool)
-    lane.close()
-    return outcome, has_ended(threads)
+    return outcome, ended
 
 
 def test_lane_that_never_connects_ends(kept_ranks: KeptRanks) -> None:
