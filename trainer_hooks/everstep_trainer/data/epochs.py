@@ -234,9 +234,10 @@ class IndexedBatches:
 
     def iterate(self, epoch: int, first: int) -> Iterator[tuple[Any, float]]:
         """Yield each batch of the epoch from number ``first`` on, with its loss weight."""
+        last = (epoch + 1) * self._length
         if not self._is_persistent:
-            self._loader.close()
-        for step in range(epoch * self._length + first + 1, (epoch + 1) * self._length + 1):
+            self._loader.restart(last)
+        for step in range(epoch * self._length + first + 1, last + 1):
             yield self._loader.batch(step), self._loader.loss_weight(step)
 
 

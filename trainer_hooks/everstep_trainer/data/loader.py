@@ -170,6 +170,7 @@ class Loader:
         self._dataset, self._sampler, self._assigned_ranks = dataset, sampler, assigned_ranks
         self._seed, self._options, self._fetch_together = seed, options, fetch_together
         self._next: tuple[int, int] | None = None
+        self._last_step: int | None = None  # that is loaded; None: no end is known
         self._iterator: Iterator[Any] | None = None
 
     def indices(self, step: int) -> torch.Tensor:
@@ -219,6 +220,11 @@ class Loader:
                     ) from error
                 logger.warning("restarting a loader at step %d: %s", step, error)
 
+    def restart(self, last_step: int) -> None:
+        """Load anew from the next batch on, and nothing after ``last_step``, so that workers are idle when they end."""
+        self.close()
+        self._last_step = last_step
+
     def close(self) -> None:
         """End the workers without waiting for them."""
         iterator, self._iterator = self._iterator, None
@@ -227,7 +233,7 @@ class Loader:
 
     def _begin(self, step: int, shares: Sequence[ElasticSampler], number: int = 0) -> Iterator[Any]:
         """Return an iterator that begins at part ``number`` of the step."""
-        requests: Any = BatchRequests(shares, step, number)
+        requests: Any = BatchRequests(shares, step, number, self._last_step)
         options = dict(self._options)
         if options.get("num_workers"):
             get_temp_dir()  # one folder for the sockets of all workers: a killed worker leaves its own behind

@@ -38,14 +38,17 @@ class BatchRequest(msgspec.Struct, frozen=True):
 
 @dataclass(eq=False)
 class BatchRequests:
-    """An endless sequence of requests for this rank's parts, from part ``first_part`` (from 0) of ``first_step`` on."""
+    """Requests for this rank's parts, from part ``first_part`` (from 0) of ``first_step`` on, until ``last_step`` ends;
+    None: without end."""
 
     samplers: Sequence[ElasticSampler]
     first_step: int
     first_part: int = 0
+    last_step: int | None = None
 
     def __iter__(self) -> Iterator[BatchRequest]:
-        parts = ((step, share) for step in count(self.first_step) for share in self.samplers)
+        steps = count(self.first_step) if self.last_step is None else range(self.first_step, self.last_step + 1)
+        parts = ((step, share) for step in steps for share in self.samplers)
         for step, share in islice(parts, self.first_part, None):
             yield BatchRequest(step, share.batch_range(step)[0], tuple(share.indices(step).tolist()))
 

@@ -20,6 +20,7 @@ from torch.utils.data import (
 )
 
 from everstep_trainer.data.epochs import EpochLoader, EpochSampler, order_of
+from everstep_trainer.data.stream import BatchRequests
 from everstep_trainer.parallel.replicas import RankContext
 from everstep_trainer.run import Run
 from tests.support.ranks.recorded_session import RecordedSession
@@ -226,3 +227,9 @@ def test_workers_see_changes_between_epochs(is_persistent: bool, second: float) 
         data.scale = 2.0
     run.close()
     assert seen == [101.0, second]
+
+
+def test_nothing_is_loaded_beyond_an_epoch() -> None:
+    order = order_of(loader(), None, 1, 0)
+    requests = BatchRequests([EpochSampler(order)], first_step=2, last_step=order.batches)
+    assert [request.step for request in requests] == [*range(2, order.batches + 1)]
