@@ -25,7 +25,6 @@ from everstep.vocabulary import GenerationReason
 from everstep.wire.v1.directives import KillRank, NewGeneration, StopJob
 from everstep.wire.v1.local import RankExited
 from everstep.wire.v1.training import EarlierRun, JobSpec, LauncherJoined, LauncherLeaving
-from everstep_trainer.launch.daemon_call import call_in_daemon
 from everstep_trainer.launch.earlier_run import describe_start, find_earlier_run
 from everstep_trainer.launch.forking.fork_client import ForkServerLost
 from everstep_trainer.launch.forking.fork_messages import Exited, Forked, ForkServerReady
@@ -36,6 +35,7 @@ from everstep_trainer.launch.output.worker_output import WorkerOutput, copying_o
 from everstep_trainer.launch.processes import STORE_SERIAL, ProcessEvent, WorkerProcesses, WorkerReachedMain
 from everstep_trainer.launch.progress_display import showing_progress
 from everstep_trainer.launch.run_receipt import report_fleet_run, report_run
+from everstep_trainer.launch.services.daemon_call import call_in_daemon
 from everstep_trainer.launch.services.fleet_access import FleetAccess
 from everstep_trainer.launch.services.job_rendezvous import (
     LOOPBACK,

@@ -119,17 +119,11 @@ def claim_endpoint(endpoint: Endpoint, node_rank: int | None) -> socket.socket |
             f"--rdzv-endpoint {endpoint} is no address of this machine, and --node-rank 0 says that this is the first "
             "node: start the launcher with --node-rank 0 on the endpoint's host, or name this host"
         )
-    # In the abstract namespace, which ends with the process and is one per network namespace.
-    claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        claim.bind(f"\0everstep/rendezvous/{endpoint}")
-    except OSError:
-        claim.close()
-        if node_rank is None:
-            return None
+    claim = _claim(f"rendezvous/{endpoint}")
+    if claim is None and node_rank is not None:
         raise ConfigurationError(
             f"another launcher on this machine is the first node at {endpoint}: end it, or give another port"
-        ) from None
+        )
     return claim
 
 
@@ -139,16 +133,26 @@ def claim_job(agent_socket: str, job: str) -> socket.socket:
     A second launcher would take each rank's place at the agent, and the first one's ranks would take it back. Raises
     ConfigurationError if another launcher has the claim.
     """
-    claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    # Hashed, as such a name has at most 107 bytes. In the abstract namespace, which ends with the process.
+    # hashed, since the name of a claim has at most 107 bytes
     name = hashlib.sha256(f"{Path(agent_socket).absolute()}\0{job}".encode(errors="surrogateescape")).hexdigest()
-    try:
-        claim.bind(f"\0everstep/launcher/{name}")
-    except OSError:
-        claim.close()
+    if (claim := _claim(f"launcher/{name}")) is None:
         raise ConfigurationError(
             f"another launcher of job {job} runs on this node: wait for its end or end it, or give another --job"
-        ) from None
+        )
+    return claim
+
+
+def _claim(name: str) -> socket.socket | None:
+    """Return a socket that holds a name until it is closed; None if another process has it.
+
+    The name is in the abstract namespace, which ends with the process and is one per network namespace.
+    """
+    claim = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        claim.bind(f"\0everstep/{name}")
+    except OSError:
+        claim.close()
+        return None
     return claim
 
 

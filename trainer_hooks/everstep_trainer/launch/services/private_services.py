@@ -38,10 +38,10 @@ from everstep.host.parent_process import PARENT_VARIABLE
 from everstep.host.private_files import make_private_directories, private_directory
 from everstep.host.state_directory import preferred_state_directory, state_directory, why_unusable
 from everstep.layout.vault_status import Pid, is_locked, read_status
-from everstep_trainer.launch.daemon_call import call_in_daemon
 from everstep_trainer.launch.forking.fork_client import wait_for_exit
 from everstep_trainer.launch.forking.process_setup import notices_blocked
 from everstep_trainer.launch.options import RunStart, path_encoding_error
+from everstep_trainer.launch.services.daemon_call import call_in_daemon
 from everstep_trainer.launch.services.job_rendezvous import (
     AUTHORITY_FILE,
     CERTIFICATE_FILE,

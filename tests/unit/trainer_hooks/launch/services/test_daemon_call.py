@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from everstep_trainer.launch.daemon_call import call_in_daemon
+from everstep_trainer.launch.services.daemon_call import call_in_daemon
 
 
 def test_result_and_error_of_a_call_are_passed_on() -> None:
