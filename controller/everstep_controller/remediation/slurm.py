@@ -57,6 +57,11 @@ class SlurmNode(msgspec.Struct, frozen=True, kw_only=True):
         return bool(self.states & UNSCHEDULABLE_STATES) or ("DOWN" in self.states and by_operator)
 
     @property
+    def is_left_down(self) -> bool:
+        """Whether the node is down after a reboot of Everstep's, until it is resumed."""
+        return "DOWN" in self.states and self.is_ours
+
+    @property
     def is_ours(self) -> bool:
         return self.reason.startswith(CORDON_OWNER)
 
@@ -136,7 +141,7 @@ class SlurmRemediator:
             case RemediationKind.REPAIR:
                 return node.is_unschedulable and node.reason.startswith(f"{CORDON_OWNER} {remediation.id}:")
             case RemediationKind.UNCORDON:
-                return not node.is_unschedulable and not ("DOWN" in node.states and node.is_ours)
+                return not node.is_unschedulable and not node.is_left_down
             case RemediationKind.REBOOT:
                 before = node.boot_before(remediation)
                 is_back = not node.states & REBOOT_STATES
@@ -189,7 +194,6 @@ def _plain(reason: str) -> str:
 
 
 def _cordon_status(node: SlurmNode) -> CordonStatus:
-    stays_down = "DOWN" in node.states and node.is_ours  # after a reboot of ours, until it is resumed
-    if not node.is_unschedulable and not stays_down:
+    if not node.is_unschedulable and not node.is_left_down:
         return CordonStatus()
     return CordonStatus(cordoned_by=CORDON_OWNER if node.is_ours else "slurm", reason=node.reason)

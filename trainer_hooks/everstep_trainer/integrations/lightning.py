@@ -245,8 +245,8 @@ class _WithoutAverage:
         return {key: value for key, value in self._callback.state_dict().items() if key != _AVERAGE_KEY}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        own = self._callback.state_dict()
-        self._callback.load_state_dict(state | {key: own[key] for key in (_AVERAGE_KEY,) if key in own})
+        average = self._callback._average_model.state_dict()  # as it was restored; not all callbacks ask for it
+        self._callback.load_state_dict(state | {_AVERAGE_KEY: average})
 
 
 _AVERAGE_KEY = "average_model_state"
